@@ -139,8 +139,11 @@ class Internal(StatusError):
 
 
 class Unavailable(StatusError):
+    """`maybe_executed`: the request had been sent when its connection was lost, so it may have run all the same."""
+
     code = Code.UNAVAILABLE
     retryable = True
+    maybe_executed: bool = False
 
 
 STATUS: dict[Code, type[StatusError]] = {

@@ -1,0 +1,34 @@
+"""`--check`: prove before a start that every model can be read and has room. Runs in what would be the master.
+
+Each model is read by a real loader process that stops before the work, so no numeric library comes in here.
+"""
+
+from __future__ import annotations
+
+import os
+
+from prefork import child as children
+from prefork.config import Config, ModelConfig
+from prefork.generation import LoadError
+from prefork.jobs import LoaderJob
+from prefork.log import Logger, setup
+from prefork.shm.owner import Owner
+
+
+def check(config: Config) -> None:
+    """Raises LoadError naming the first model that could not be served, with the loader's exit code."""
+    log = setup("error")
+    for index, model in enumerate(config.models):
+        _check_model(config, index, model, log)
+
+
+def _check_model(config: Config, index: int, model: ModelConfig, log: Logger) -> None:
+    job = LoaderJob(log, model, config.server.shm, Owner.current(), 0, config.server.work_dir, only_check=True)
+    loader = children.spawn("loader", index, 0, job, {log.fd})
+    _, status = os.waitpid(loader.pid, 0)
+    said = next(iter(loader.receive()), {})
+    loader.channel.close()
+    code = os.waitstatus_to_exitcode(status)
+    if code != 0:
+        reason = said.get("message") or f"the loader left: {children.describe_exit(status)}"
+        raise LoadError(f"model {model.name!r}: {reason}", code if code > 0 else children.CRASH)

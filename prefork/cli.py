@@ -1,0 +1,129 @@
+"""prefork-serve: argv -> Config -> one call. Nothing imports this file; it becomes the master.
+
+Imports nothing numeric: what is imported here stays in the master for ever.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import prefork
+from prefork.config import Config, Entry, ModelConfig, entries, entries_of
+from prefork.effective import to_toml
+from prefork.errors import ConfigError, PreforkError
+from prefork.layers import load
+from prefork.options import show_size, suggest
+
+DESCRIPTION = """\
+Serve ONNX models on CPU: each model is prepared once in shared memory and answered from by N pre-forked workers,
+over TCP and a Unix socket. Without a model the embedded demo model "digits" is served.
+"""
+EPILOG = """\
+Every flag is also a key of the configuration file and a PREFORK_* variable (--max-dims is PREFORK_MAX_DIMS). A flag
+wins over the environment, the environment over the file, the file over the default. PREFORK_MODEL lists models as
+NAME=PATH;NAME=PATH. conf/prefork.toml documents each key. Signals: TERM stops gracefully, QUIT and INT at once,
+TTIN and TTOU add and remove a worker, USR1 reopens the log file.
+
+exit status: 0 stopped as asked, 65 a model cannot be served, 75 no room in shared memory, 78 bad configuration.
+"""
+TITLES = {"server": "server", "limits": "limits of a worker", "compute": "compute", "log": "log"}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+    def flags(self) -> list[str]:
+        return list(self._option_string_actions)
+
+
+def build_parser() -> _Parser:
+    """The parser: values stay text, so that config.py judges them and names the flag when one is bad."""
+    parser = _Parser(
+        prog="prefork-serve",
+        usage="prefork-serve [MODEL.onnx ...] [--model NAME=PATH] [--workers N] [--bind HOST:PORT] [--config FILE] ...",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"prefork-serve {prefork.__version__}")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML configuration file (PREFORK_CONFIG)")
+    parser.add_argument("--check", action="store_true", help="validate everything, print what would hold, do not start")
+    models = parser.add_argument_group("models")
+    models.add_argument("paths", nargs="*", metavar="MODEL.onnx", help="a model, called as its file, less the suffix")
+    models.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        dest="named",
+        help="a model and its name; repeatable",
+    )
+    (form,) = (entry for entry in entries_of("models", ModelConfig) if entry.name == "quantize")
+    models.add_argument("--quantize", metavar="FORM", help=f"of every model, {_help(form)}")
+    groups = {section: parser.add_argument_group(title) for section, title in TITLES.items()}
+    for entry in entries():
+        groups[entry.section].add_argument(
+            entry.flag, dest=f"key.{entry.flat}", metavar=entry.key.metavar, help=_help(entry)
+        )
+    return parser
+
+
+def _help(entry: Entry) -> str:
+    choices = f"{', '.join(entry.key.kind.choices)}; " if entry.key.kind.choices else ""
+    default = show_size(entry.default) if entry.key.metavar == "SIZE" else entry.default
+    return f"{entry.key.help} ({choices}default {'none' if default is None else default})".replace("%", "%%")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags, all as text. Raises ConfigError for one that is unknown or lacks its value."""
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        raise ConfigError(f"flag {name} is unknown{suggest(name, parser.flags())}")
+    return args
+
+
+def configure(args: argparse.Namespace, environ: Mapping[str, str]) -> Config:
+    """The configuration that `args` and `environ` ask for. Raises ConfigError."""
+    flags = {name.removeprefix("key."): text for name, text in vars(args).items() if name.startswith("key.")}
+    flags["quantize"] = args.quantize
+    given = {name: text for name, text in flags.items() if text is not None}
+    return load(given, environ, file=args.config, models=[*args.paths, *args.named])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Console script `prefork-serve`; the exit status."""
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except PreforkError as e:
+        print(f"prefork-serve: error: {' '.join(e.message.split())}", file=sys.stderr)
+        return e.exit_code
+
+
+def _run(argv: Sequence[str]) -> int:
+    args = parse(argv)
+    if sys.platform != "linux":
+        raise ConfigError(f"prefork-serve needs Linux (SO_REUSEPORT, subreaper, /dev/shm), found {sys.platform}")
+    config = configure(args, os.environ)
+    # Imported here: --help and --version answer on any system
+    if args.check:
+        from prefork.check import check
+
+        check(config)
+        print(to_toml(config), end="")
+        return 0
+    from prefork.master import serve
+
+    return serve(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""What a run costs, learned from the runs themselves; the warm-up gives the first value. Loop thread only.
+
+Runs are classed by model and by the power of two of the request's size, since the cost of a dynamic shape follows its
+size. A class that was never seen has no estimate: its first run goes to the compute thread, where a surprise blocks
+nobody.
+"""
+
+from __future__ import annotations
+
+WEIGHT = 0.1  # of the newest run: one outlier moves the estimate by a tenth
+# Below this many hand-offs a run delays the loop less than the loop would spend on passing it back and forth.
+INLINE_HAND_OFFS = 4.0
+
+
+class Costs:
+    """Estimated seconds for each (model, size class), and the limit under which a run stays on the loop."""
+
+    __slots__ = ("_seconds", "inline_below")
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[str, int], float] = {}
+        self.inline_below = 0.0
+
+    def set_hand_off(self, seconds: float) -> None:
+        """`seconds`: measured time of one empty round trip through the compute thread."""
+        self.inline_below = seconds * INLINE_HAND_OFFS
+
+    def cheap(self, model: str, size: int) -> bool:
+        """True when the run is known to be cheaper on the loop than in the thread."""
+        estimate = self._seconds.get((model, size.bit_length()))
+        return estimate is not None and estimate <= self.inline_below
+
+    def learn(self, model: str, size: int, seconds: float) -> None:
+        key = (model, size.bit_length())
+        known = self._seconds.get(key)
+        self._seconds[key] = seconds if known is None else known + WEIGHT * (seconds - known)

@@ -1,0 +1,136 @@
+"""What all connections of a worker share: limits, scheduler, counters, and the answers that need no run.
+
+One object a worker, in its loop thread. Protocol shells look things up here and never reach beyond it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import prefork
+from prefork.codec.limits import Limits as WireLimits
+from prefork.codec.message import (
+    Kind,
+    Message,
+    ModelMetadata,
+    ModelRequest,
+    Ready,
+    ServerMetadata,
+    TensorMetadata,
+)
+from prefork.errors import InvalidArgument, NotFound, PreforkError
+from prefork.model.session import Session
+from prefork.serving.scheduler import Scheduler
+from prefork.shm import words as board
+
+PLATFORM = "onnx_onnxruntime"  # the name that the Open Inference Protocol's servers give ONNX models
+
+
+class Limits(Protocol):
+    """The part of the configuration that connections obey; times in seconds where the name does not say ms."""
+
+    @property
+    def max_frame_bytes(self) -> int: ...
+    @property
+    def max_connections(self) -> int: ...
+    @property
+    def max_in_flight_per_connection(self) -> int: ...
+    @property
+    def default_timeout_ms(self) -> int: ...
+    @property
+    def max_timeout_ms(self) -> int: ...
+    @property
+    def read_timeout(self) -> float: ...
+    @property
+    def idle_timeout(self) -> float: ...
+
+
+class Client(Protocol):
+    """One connection, as the worker sees it."""
+
+    def go_away(self) -> None: ...
+    def stop(self) -> None: ...
+    def abort(self, error: PreforkError) -> None: ...
+    def check_age(self, now: float) -> None: ...
+
+
+class Service:
+    """`draining` turns true once and stays; `changed` is set when something ends while draining."""
+
+    def __init__(
+        self,
+        models: Mapping[str, Session],
+        version: str,
+        limits: Limits,
+        wire_limits: WireLimits,
+        scheduler: Scheduler,
+        words: memoryview,
+        log_fault: Callable[[Exception], None],
+    ) -> None:
+        self.limits = limits
+        self.wire_limits = wire_limits
+        self.scheduler = scheduler
+        self.words = words
+        self.log_fault = log_fault
+        self.draining = False
+        self.now = time.monotonic()  # of the last heartbeat; good enough for idle clients, and free
+        self.changed = asyncio.Event()
+        self.clients: set[Client] = set()
+        self._models = models
+        self._version = version
+        self.answers: Mapping[int, Callable[[Message], Message]] = {
+            Kind.MODEL_METADATA: self._model_metadata,
+            Kind.MODEL_READY: self._model_ready,
+            Kind.SERVER_METADATA: lambda _: ServerMetadata("prefork-serve", prefork.__version__, []),
+            Kind.SERVER_READY: lambda _: Ready(not self.draining),
+            Kind.SERVER_LIVE: lambda _: Ready(True),
+        }
+
+    def enter(self, client: Client) -> bool:
+        """Count a connection in; False when the worker has as many as it may."""
+        self.words[board.ACCEPTED] += 1
+        if len(self.clients) >= self.limits.max_connections:
+            return False
+        self.clients.add(client)
+        self.words[board.CONNECTIONS] = len(self.clients)
+        return True
+
+    def leave(self, client: Client) -> None:
+        self.clients.discard(client)
+        self.words[board.CONNECTIONS] = len(self.clients)
+        self.changed.set()
+
+    def drain(self) -> None:
+        """Take nothing new from now on and tell every client."""
+        self.draining = True
+        for client in list(self.clients):
+            client.go_away()
+
+    def _has(self, request: ModelRequest) -> bool:
+        return request.name in self._models and request.version in ("", self._version)
+
+    def _model_ready(self, message: Message) -> Ready:
+        return Ready(self._has(_model_request(message)) and not self.draining)
+
+    def _model_metadata(self, message: Message) -> ModelMetadata:
+        request = _model_request(message)
+        if not self._has(request):
+            served = ", ".join(f"{name} (version {self._version})" for name in sorted(self._models))
+            raise NotFound(f"model {request.name!r} version {request.version or 'any'!r} is not served; here: {served}")
+        inputs, outputs = self._models[request.name].metadata()
+        return ModelMetadata(
+            request.name,
+            [self._version],
+            PLATFORM,
+            [TensorMetadata(*described) for described in inputs],
+            [TensorMetadata(*described) for described in outputs],
+        )
+
+
+def _model_request(message: Message) -> ModelRequest:
+    if not isinstance(message, ModelRequest):
+        raise InvalidArgument("the body names no model")
+    return message

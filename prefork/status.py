@@ -1,0 +1,99 @@
+"""What the control socket says of the server: plain dictionaries from the master's objects. Changes nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import prefork
+from prefork.config import Config
+from prefork.errors import PreforkError
+from prefork.jobs import LoadedModel
+from prefork.shm.scoreboard import Scoreboard
+from prefork.shm.sweep import SegmentInfo
+from prefork.slots import Slot
+
+
+class BootError(PreforkError):
+    """No worker comes up; `exit_code` is the worker's own where it gave one."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code if exit_code > 0 else 70
+
+
+def boot_error(slot: int, reason: str, exit_code: int) -> BootError:
+    return BootError(f"worker of slot {slot} does not come up: {reason}", exit_code)
+
+
+def server(config: Config, state: str, restarts: int, bind: list[str]) -> dict[str, Any]:
+    """Identity and state of the master."""
+    return {
+        "pid": os.getpid(),
+        "version": prefork.__version__,
+        "state": state,
+        "restarts": restarts,
+        "bind": bind,
+        "unix": str(config.server.unix) if config.server.unix else None,
+        "shm": config.server.shm,
+        "pss_bytes": pss(os.getpid()),
+    }
+
+
+def worker_row(slot: Slot, board: Scoreboard) -> dict[str, Any]:
+    """One slot. `pss_bytes` is read from the kernel now and costs a few milliseconds for a large model."""
+    child = slot.child
+    reading = board.read(slot.index)
+    row: dict[str, Any] = {
+        "slot": slot.index,
+        "state": _state(slot),
+        "pid": child.pid if child else None,
+        "generation": child.generation if child else None,
+        "uptime_s": round(time.monotonic() - child.started, 3) if child else None,
+        "pss_bytes": pss(child.pid) if child else None,
+        "restarts": slot.restarts,
+        "reason": slot.reason,
+        "guardian": slot.guardian,
+    }
+    counters = ("requests", "replies_ok", "in_flight", "queue_depth", "connections", "dropped", "refused")
+    return {**row, **{name: reading.values[name] for name in counters}, "errors": sum(reading.errors)}
+
+
+def _state(slot: Slot) -> str:
+    if slot.child is None:
+        return "waiting" if slot.wanted else "retired"
+    if slot.child.leaving:
+        return "draining"
+    return "ready" if slot.ready else "starting"
+
+
+def model_row(model: LoadedModel, generation: int) -> dict[str, Any]:
+    return {"name": model.name, "generation": generation, "segment": model.ref.to_dict(), **model.report}
+
+
+def segment_row(info: SegmentInfo) -> dict[str, Any]:
+    """One segment of this machine."""
+    return {
+        "kind": info.kind,
+        "name": info.name,
+        "owner_pid": info.owner.pid if info.owner else None,
+        "alive": info.alive,
+        "age_s": round(info.age, 1),
+        "size": info.size,
+        "generation": info.generation,
+        "model": info.model,
+        "published": info.published,
+        "uid": info.uid,
+        "problem": info.problem,
+    }
+
+
+def pss(pid: int) -> int | None:
+    """Proportional set size in bytes (proc(5), smaps_rollup); None when the process is gone."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:")), None)
