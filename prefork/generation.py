@@ -23,7 +23,7 @@ from prefork.config import ModelConfig
 from prefork.errors import ModelError, PreforkError
 from prefork.jobs import LoadedModel, LoaderJob
 from prefork.log import Logger
-from prefork.shm import segment
+from prefork.shm import segment, sweep
 from prefork.shm.owner import Owner
 from prefork.workdir import WorkDir
 
@@ -96,10 +96,18 @@ class Generation:
 
     def _give_up(self, model: ModelConfig, reason: str, exit_code: int) -> None:
         self.state = "failed"
+        self._discard()
         self.error = LoadError(f"model {model.name!r}: {reason}", exit_code)
+
+    def _discard(self) -> None:
+        """What a loader left that did not get as far as saying so; only System V segments can be left."""
+        for info in sweep.discard(self._owner, self.number):
+            self._log.info("removed what the loader left", name=info.name, bytes=info.size)
 
     def retire(self) -> None:
         """Remove every segment; workers that still map one keep their mapping."""
+        if self.state == "loading":
+            self._discard()
         for model in self.models:
             segment.retire(model.ref)
         for hold in self._holds:

@@ -11,6 +11,7 @@ import os
 import socket
 import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def main(channel: socket.socket, job: LoaderJob) -> int:
         graph = pack.relocate(prepared.graph, name, layout.FIRST_SECTION_OFFSET)
     else:
         graph = pack.embed_subgraphs(prepared.graph, prepared.weights)
-    manifest = prepared.manifest.to_json()
+    manifest = replace(prepared.manifest, graph_bytes=len(graph)).to_json()
     sections = [("weights", prepared.weights.stat().st_size), ("graph", len(graph)), ("manifest", len(manifest))]
     with writer.create(job.kind, sections, job.owner, job.generation, job.model.name) as draft:
         draft.fill("weights", prepared.weights)

@@ -47,7 +47,7 @@ WALLS: dict[str, set[str]] = {
     "client": {"errors", "tensor", "value", "codec"},
     "serving": SERVING,
     "jobs": {"config", "log", "shm"},
-    "loader": {*LEAVES, *BOTH_SIDES, "shm", "model"},
+    "loader": {*LEAVES, *BOTH_SIDES, "tensor", "shm", "model"},
     "worker": WORKER,
     "attach": WORKER,
     "template": WORKER,

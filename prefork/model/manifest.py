@@ -115,7 +115,7 @@ class Manifest:
     `session_config`: session configuration entries that opening needs, whatever else the reader sets.
     `warmup`: None when no inputs are known that run; `notes` then says why.
     `source` is the path as the owner gave it: for the owner's eyes, never for clients.
-    `form`: what runs: "fp32" (the source's own types, optimised), "int8-dynamic", "quantized-source" (it came quantized),
+    `form`: what runs: "fp32" (the source's own types, optimised), "int8-dynamic", "quantized-source" (came quantized),
     "as-is" (not optimised: ORT would not save it).
     """
 

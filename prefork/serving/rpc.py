@@ -170,6 +170,8 @@ class Connection(asyncio.Protocol):
                 self._service.scheduler.drop(job)
                 self._end_if_done()
             return
+        if frame.request_id == 0 or frame.request_id in self._jobs:
+            _refuse_id(frame.request_id)
         codec = codec_of(frame.codec)
         answer = self._service.answers.get(frame.kind)
         if answer is None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from prefork.errors import PreforkError, SegmentError
 from prefork.shm import layout, posix, sysv
 from prefork.shm.owner import Owner, parse_name, start_ticks
-from prefork.shm.segment import SegmentRef
+from prefork.shm.segment import SegmentRef, retire
 
 GRACE = 60.0  # seconds; between the loader's exit and the master's hold nobody holds a segment
 
@@ -62,6 +62,15 @@ def sweep() -> list[SegmentInfo]:
     """Remove the segments of dead masters of this user; those that were removed. Others' are passed over quietly."""
     found = [info for name in posix.names() for info in _posix(name, remove=True)]
     return found + [info for row in _sysv_rows() for info in _sysv(row, remove=True)]
+
+
+def discard(owner: Owner, generation: int) -> list[SegmentInfo]:
+    """Retire every segment of this owner's generation; those found. For the master whose loader died: between its
+    `publish` and its report, and of a System V draft, the master knows no reference."""
+    found = [info for info in list_segments() if info.owner == owner and info.generation == generation]
+    for info in found:
+        retire(info.ref)
+    return found
 
 
 def _posix(name: str, *, remove: bool) -> Iterator[SegmentInfo]:

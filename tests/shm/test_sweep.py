@@ -16,7 +16,7 @@ from prefork.shm import posix, sysv
 from prefork.shm import sweep as sweeping
 from prefork.shm.owner import Owner, segment_name
 from prefork.shm.segment import Kind, SegmentRef, attach
-from prefork.shm.sweep import SegmentInfo, list_segments, sweep
+from prefork.shm.sweep import SegmentInfo, discard, list_segments, sweep
 
 Start = Callable[..., Any]
 WHOLE = """
@@ -86,6 +86,29 @@ def test_a_killed_loader(kind: Kind, model: str, start: Start, step: str) -> Non
     assert [info.published for info in of(model)] == ([step == "publish"] if visible else [])
     actor.kill()
     assert [info.alive for info in sweep() if info.model == model] == ([False] if visible else [])
+    assert of(model) == []
+
+
+@pytest.mark.parametrize("step", ["draft", "published"])
+def test_a_loader_that_dies_under_a_living_master(kind: Kind, model: str, start: Start, step: str) -> None:
+    me = Owner.current()
+    loader = start(
+        """
+        writer = create(kind, sections, Owner(*map(int, sys.argv[3:6])), 5, model)
+        fill(writer)
+        if sys.argv[6] == "published":
+            writer.publish()
+        say("there")
+        wait()
+        """,
+        kind, str(me.pid), str(me.start), str(me.namespace), step,
+    )  # fmt: skip
+    loader.line()
+    loader.kill()
+    assert [info.model for info in sweep() if info.model == model] == []
+    assert [info.model for info in discard(me, 4) if info.model == model] == []
+    visible = kind == "sysv" or step == "published"
+    assert [info.model for info in discard(me, 5)] == ([model] if visible else [])
     assert of(model) == []
 
 
