@@ -19,7 +19,7 @@ DIM_MAX = (1 << 63) - 1
 _DTYPE_CHARS = 32  # longer than any name of DTYPES: not worth echoing
 
 # Bytes an element, for the types in which every pattern of bytes of the right length is a value.
-_PLAIN: dict[str, int] = {d.name: d.bits // 8 for d in DTYPES.values() if d.bits >= 8 and d.name != "BOOL"}
+PLAIN: dict[str, int] = {d.name: d.bits // 8 for d in DTYPES.values() if d.bits >= 8 and d.name != "BOOL"}
 
 
 def tensor(
@@ -27,7 +27,7 @@ def tensor(
 ) -> Tensor:
     """The tensor at `field[index]`, proven: name, rank, dimensions, product, data length, BOOL and packed bits."""
     made = Tensor(name, dtype, shape, data)
-    size = _PLAIN.get(dtype, 0)
+    size = PLAIN.get(dtype, 0)
     for dim in shape:
         if dim < 1:
             size = 0

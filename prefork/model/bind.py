@@ -20,9 +20,10 @@ from prefork.value import KIND, Parameter, Value, unflatten
 
 class Input:
     """One input's expectation, worked out ahead. `pinned`: (axis, size) of each dimension that is not dynamic; `rank`:
-    None when unknown; `fixed`: the shape when all of it is pinned, and `nbytes` then its length."""
+    None when unknown; `good`: (shape, bytes) that needs no further look, the only thing here that changes. It is one
+    tuple, so that threads see a whole one."""
 
-    __slots__ = ("dtype", "fixed", "itemsize", "nbytes", "numpy", "pinned", "rank", "simple", "spec")
+    __slots__ = ("dtype", "good", "itemsize", "numpy", "pinned", "rank", "simple", "spec")
 
     def __init__(self, spec: TensorSpec) -> None:
         kind, dims = DTYPES[spec.dtype], spec.shape or ()
@@ -34,13 +35,15 @@ class Input:
         self.rank = None if spec.shape is None else len(dims)
         self.pinned = tuple((axis, size) for axis, size in enumerate(dims) if isinstance(size, int))
         sizes = tuple(size for _, size in self.pinned)
-        self.fixed = sizes if self.rank == len(sizes) else None
-        self.nbytes = math.prod(sizes) * self.itemsize
+        self.good: tuple[tuple[int, ...] | None, int] = (
+            (sizes, math.prod(sizes) * self.itemsize) if self.rank == len(sizes) else (None, 0)
+        )
 
     def take(self, tensor: Tensor) -> Feed:
         """The tensor as ORT takes it, over the same memory. Raises InvalidArgument."""
         shape = tensor.shape
-        if self.simple and shape == self.fixed and tensor.dtype == self.dtype and len(tensor.data) == self.nbytes:
+        good, nbytes = self.good
+        if self.simple and shape == good and tensor.dtype == self.dtype and len(tensor.data) == nbytes:
             return np.ndarray(shape, self.numpy, tensor.data)
         if self.spec.kind != "tensor":
             raise InvalidArgument(
@@ -48,7 +51,8 @@ class Input:
                 f"{tensor.dtype} {list(shape)}; see the parameter {KIND + tensor.name!r}"
             )
         self.check(tensor)
-        if self.simple and len(tensor.data) == math.prod(shape) * self.itemsize:
+        if self.simple and len(tensor.data) == (nbytes := math.prod(shape) * self.itemsize):
+            self.good = (shape, nbytes)
             return np.ndarray(shape, self.numpy, tensor.data)
         return to_ort(tensor)
 

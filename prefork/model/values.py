@@ -18,6 +18,8 @@ from prefork.tensor import DTYPES, Array, Buffer, DType, Tensor, numpy_dtype
 
 Feed: TypeAlias = Any  # Array | OrtValue | list[Array] | dict | list[dict]
 
+SMALL = 2048  # bytes; below this a copy is cheaper than a view
+
 
 def plain(kind: DType) -> bool:
     """Whether ORT's Python takes and gives this type as a numpy array over the wire's own bytes."""
@@ -107,6 +109,6 @@ def from_ort(name: str, value: ort.OrtValue, dtype: str) -> Tensor:
 
 def from_array(name: str, array: Array, dtype: str) -> Tensor:
     """The tensor of a C-contiguous array of a plain type that ORT gave, over its memory."""
-    if array.size:
-        return Tensor(name, dtype, array.shape, array.data.cast("B"))
-    return Tensor(name, dtype, array.shape, b"")
+    if array.nbytes < SMALL:  # empty arrays too, which no view can be cast of
+        return Tensor(name, dtype, array.shape, array.tobytes())
+    return Tensor(name, dtype, array.shape, array.data.cast("B"))

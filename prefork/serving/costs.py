@@ -7,7 +7,8 @@ nobody.
 
 from __future__ import annotations
 
-WEIGHT = 0.1  # of the newest run: one outlier moves the estimate by a tenth
+# A run can be disturbed, which only makes it longer: the estimate follows shorter runs fast and longer ones slowly.
+DOWN, UP = 0.5, 0.05
 # Below this many hand-offs a run delays the loop less than the loop would spend on passing it back and forth.
 INLINE_HAND_OFFS = 4.0
 
@@ -33,4 +34,7 @@ class Costs:
     def learn(self, model: str, size: int, seconds: float) -> None:
         key = (model, size.bit_length())
         known = self._seconds.get(key)
-        self._seconds[key] = seconds if known is None else known + WEIGHT * (seconds - known)
+        if known is None:
+            self._seconds[key] = seconds
+        else:
+            self._seconds[key] = known + (DOWN if seconds < known else UP) * (seconds - known)

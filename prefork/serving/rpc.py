@@ -12,9 +12,9 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import NoReturn, cast
 
-from prefork.codec.frame import Event, Frame, FrameReader, Oversize, encode_frame
-from prefork.codec.message import Codec, ErrorReply, InferReply, Kind
-from prefork.codec.registry import codec_of
+from prefork.codec.frame import Event, Frame, FrameReader, Oversize, encode_frame, frame_header
+from prefork.codec.message import Codec, ErrorReply, InferReply, InferRequest, Kind
+from prefork.codec.registry import CODECS, codec_of
 from prefork.errors import (
     DeadlineExceeded,
     Internal,
@@ -30,6 +30,7 @@ from prefork.serving.scheduler import Job, Result
 from prefork.serving.service import Service
 from prefork.shm import words as board
 
+JOIN_BELOW = 1 << 16  # bytes; a longer body is written behind its header instead of being copied to it
 LINGER = 1.0  # seconds a refused peer may take to read why, before its connection is closed
 
 
@@ -139,25 +140,32 @@ class Connection(asyncio.Protocol):
             self._send_error(frame.request_id, frame.codec, Internal(f"{type(e).__name__}: {e}"))
 
     def _infer(self, frame: Frame) -> None:
-        received = self._began or time.monotonic()
         service, request_id = self._service, frame.request_id
-        limits = service.limits
         if request_id == 0 or request_id in self._jobs:
             _refuse_id(request_id)
         if service.draining:
             raise Unavailable("the worker is draining; connect again")
+        request = service.decode(frame.codec, frame.body)
+        result = service.scheduler.run_now(request, len(frame.body))
+        if result is None:
+            self._queue(frame, request)
+        else:
+            self._answer(request_id, frame.codec, result)
+
+    def _queue(self, frame: Frame, request: InferRequest) -> None:
+        limits, request_id = self._service.limits, frame.request_id
         if len(self._jobs) >= limits.max_in_flight_per_connection:
             raise ResourceExhausted(
                 f"connection has {len(self._jobs)} requests in flight, max_in_flight_per_connection is "
                 f"{limits.max_in_flight_per_connection}",
                 retry_after_ms=1,
             )
-        request = codec_of(frame.codec).decode_infer_request(frame.body, service.wire_limits)
+        received = self._began or time.monotonic()
         timeout_ms = min(frame.timeout_ms or limits.default_timeout_ms, limits.max_timeout_ms)
         job = Job(self, request_id, frame.codec, request, len(frame.body), received + timeout_ms * 1e-3)
         self._jobs[request_id] = job
         try:
-            service.scheduler.submit(job)
+            self._service.scheduler.submit(job)
         except StatusError:
             self._jobs.pop(request_id, None)
             raise
@@ -184,20 +192,27 @@ class Connection(asyncio.Protocol):
     def settle(self, job: Job, result: Result) -> None:
         """The scheduler's answer to a job of this connection."""
         self._jobs.pop(job.request_id, None)
-        service = self._service
-        if service.draining:
-            service.changed.set()
-        if type(result) is InferReply:
-            try:
-                body = codec_of(job.codec).encode_infer_reply(result)
-                service.words[board.REPLIES_OK] += 1
-                self._send(encode_frame(Kind.INFER_REPLY, job.codec, job.request_id, body))
-            except PreforkError as e:
-                self._send_error(job.request_id, job.codec, e)
-        else:
-            self._send_error(job.request_id, job.codec, cast(PreforkError, result))
+        if self._service.draining:
+            self._service.changed.set()
+        self._answer(job.request_id, job.codec, result)
         if self._state:
             self._end_if_done()
+
+    def _answer(self, request_id: int, codec: int, result: Result) -> None:
+        if type(result) is not InferReply:
+            self._send_error(request_id, codec, cast(PreforkError, result))
+            return
+        try:
+            body = CODECS[codec].encode_infer_reply(result)
+        except PreforkError as e:
+            self._send_error(request_id, codec, e)
+            return
+        self._service.words[board.REPLIES_OK] += 1
+        if len(body) < JOIN_BELOW:
+            self._send(encode_frame(Kind.INFER_REPLY, codec, request_id, body))
+        else:
+            self._send(frame_header(Kind.INFER_REPLY, codec, request_id, len(body)))
+            self._send(body)
 
     def _send(self, data: bytes) -> None:
         if self._state is not State.ENDED:

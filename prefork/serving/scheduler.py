@@ -52,7 +52,7 @@ class Job:
 
 
 class Scheduler:
-    """Doors: `submit`, `drop`, `idle`, `close`. Only `submit` raises, and only StatusError classes."""
+    """Doors: `run_now`, `submit`, `drop`, `close`. The first two raise, and only StatusError classes."""
 
     def __init__(
         self,
@@ -88,26 +88,35 @@ class Scheduler:
         """(runs the lane has finished, jobs it holds): a lane that holds jobs and finishes none is stuck."""
         return self._lane.finished, self._lane.depth
 
-    def submit(self, job: Job) -> None:
-        """Take the job, running it at once when that is cheapest.
+    def run_now(self, request: InferRequest, size: int) -> Result | None:
+        """The result, when running here and now is cheaper than handing the request over; else None: `submit` it.
 
-        Raises NotFound, ResourceExhausted or DeadlineExceeded; the job was not taken then."""
-        request = job.request
+        `size`: bytes of its body. Raises NotFound."""
         session = self._models.get(request.model_name)
-        if session is None or request.model_version not in ("", self._version):
+        if session is None or (request.model_version and request.model_version != self._version):
             raise self._not_found(request)
+        if self._run_in == "thread" or (self._run_in == "auto" and not self._costs.cheap(request.model_name, size)):
+            return None
+        self._words[board.REQUESTS] += 1
+        self._words[board.INLINE_RUNS] += 1
+        start = time.perf_counter()
+        result = self._run(session, request)
+        seconds = time.perf_counter() - start
+        self._observe(seconds)
+        if seconds > self._costs.inline_below:  # a cheaper one only confirms what is known
+            self._costs.learn(request.model_name, size, seconds)
+        return result
+
+    def submit(self, job: Job) -> None:
+        """Take the job for the compute lane.
+
+        Raises ResourceExhausted or DeadlineExceeded; the job was not taken then."""
         if job.deadline <= time.monotonic():
             raise DeadlineExceeded("the deadline had passed when the request was decoded")
         self._admission.admit(job.size)
         words = self._words
         words[board.REQUESTS] += 1
         words[board.IN_FLIGHT] = self._admission.held
-        if self._inline(request.model_name, job.size):
-            start = time.perf_counter()
-            result = self._run(job)
-            words[board.INLINE_RUNS] += 1
-            self._settle(job, result, time.perf_counter() - start)
-            return
         words[board.THREAD_RUNS] += 1
         self._waiting.add(job)
         words[board.QUEUE_DEPTH] = len(self._waiting)
@@ -137,17 +146,9 @@ class Scheduler:
         names = ", ".join(sorted(self._models))
         return NotFound(f"model {request.model_name!r} is not served here; served: {names}")
 
-    def _inline(self, model: str, size: int) -> bool:
-        if self._run_in == "auto":
-            return not self._waiting and self._costs.cheap(model, size)
-        return self._run_in == "inline"
-
-    def _run(self, job: Job) -> Result:
-        request = job.request
+    def _run(self, session: Session, request: InferRequest) -> Result:
         try:
-            outputs, parameters = self._models[request.model_name].run(
-                request.inputs, request.outputs, request.parameters
-            )
+            outputs, parameters = session.run(request.inputs, request.outputs, request.parameters)
         except PreforkError as e:
             return e
         except Exception as e:
@@ -159,16 +160,13 @@ class Scheduler:
             return None
         if job.deadline <= time.monotonic():
             return DeadlineExceeded("the deadline passed while the request waited for the compute lane")
-        return self._run(job)
+        return self._run(self._models[job.request.model_name], job.request)
 
     def _delivered(self, job: Job, result: Result | None, seconds: float) -> None:
         if result is None or job.finished:
             self._waiting.discard(job)
             self._words[board.QUEUE_DEPTH] = len(self._waiting)
             return
-        self._settle(job, result, seconds)
-
-    def _settle(self, job: Job, result: Result, seconds: float) -> None:
         if type(result) is InferReply:
             self._costs.learn(job.request.model_name, job.size, seconds)
             self._observe(seconds)

@@ -21,6 +21,7 @@ from prefork.codec.message import (
     ServerMetadata,
     TensorMetadata,
 )
+from prefork.codec.template import Templates
 from prefork.errors import InvalidArgument, NotFound, PreforkError
 from prefork.model.session import Session
 from prefork.serving.scheduler import Scheduler
@@ -72,6 +73,7 @@ class Service:
     ) -> None:
         self.limits = limits
         self.wire_limits = wire_limits
+        self.decode = Templates(wire_limits).decode
         self.scheduler = scheduler
         self.words = words
         self.log_fault = log_fault

@@ -1,0 +1,69 @@
+"""Models made for the faults they provoke: runs of chosen length, replies of chosen size, graphs that nobody can run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from onnx import TensorProto, helper, numpy_helper
+
+from tests.model.small import model, save, value, weight
+
+FOR_EVER = np.array(10**12, np.int64)  # rounds that no test outlives
+
+
+def rounds(n: int) -> np.ndarray:
+    return np.array(n, np.int64)
+
+
+def slow(folder: Path) -> Path:
+    """`n` INT64 [] -> `y` FP32 [256, 256]: n matrix products, about a millisecond each; 0 by default."""
+    body = helper.make_graph(
+        [
+            helper.make_node("Identity", ["going"], ["on"]),
+            helper.make_node("MatMul", ["before", "w"], ["after"]),
+        ],
+        "body",
+        [value("i", [], TensorProto.INT64), value("going", [], TensorProto.BOOL), value("before", [256, 256])],
+        [value("on", [], TensorProto.BOOL), value("after", [256, 256])],
+    )
+    weights = [weight("w", 256, 256), numpy_helper.from_array(np.eye(256, dtype=np.float32), "start")]
+    loop = helper.make_node("Loop", ["n", "", "start"], ["y"], body=body)
+    inputs = [value("n", [], TensorProto.INT64)]
+    return save(model([loop], inputs, [value("y", [256, 256])], weights), folder / "slow.onnx")
+
+
+def large(folder: Path) -> Path:
+    """`n` INT64 [1] -> `y` FP32 [n], ones: a small request with a reply of 4 n bytes."""
+    one = numpy_helper.from_array(np.ones(1, np.float32))
+    node = helper.make_node("ConstantOfShape", ["n"], ["y"], value=one)
+    return save(model([node], [value("n", [1], TensorProto.INT64)], [value("y", ["n"])]), folder / "large.onnx")
+
+
+def sink(folder: Path) -> Path:
+    """`n` INT64 [], `x` FP32 [k] -> `y` [1]: waits n rounds, then sums x: a large request."""
+    body = helper.make_graph(
+        [
+            helper.make_node("Identity", ["going"], ["on"]),
+            helper.make_node("MatMul", ["before", "w"], ["after"]),
+        ],
+        "body",
+        [value("i", [], TensorProto.INT64), value("going", [], TensorProto.BOOL), value("before", [256, 256])],
+        [value("on", [], TensorProto.BOOL), value("after", [256, 256])],
+    )
+    weights = [weight("w", 256, 256), numpy_helper.from_array(np.eye(256, dtype=np.float32), "start")]
+    nodes = [
+        helper.make_node("Loop", ["n", "", "start"], ["z"], body=body),
+        helper.make_node("ReduceSum", ["x"], ["s"], keepdims=0),
+        helper.make_node("ReduceMax", ["z"], ["m"], keepdims=0),
+        helper.make_node("Add", ["s", "m"], ["y"]),
+    ]
+    inputs = [value("n", [], TensorProto.INT64), value("x", ["k"])]
+    return save(model(nodes, inputs, [value("y", [])], weights), folder / "sink.onnx")
+
+
+def unknown_operator(folder: Path) -> Path:
+    node = helper.make_node("Frobnicate", ["x"], ["y"], domain="com.example")
+    proto = model([node], [value("x", [1])], [value("y", [1])])
+    proto.opset_import.append(helper.make_opsetid("com.example", 1))
+    return save(proto, folder / "unknown.onnx")
