@@ -11,10 +11,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from bench.server import REPOSITORY
-
+REPOSITORY = Path(__file__).parents[1]
 PATIENCE = 10.0  # seconds for a helper to leave when its input has ended
 
 

@@ -77,8 +77,10 @@ class House:
 def _lock(directory: Path) -> int:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if directory.stat().st_uid != os.getuid():
-            raise ConfigError(f"runtime_dir {str(directory)!r}: belongs to user {directory.stat().st_uid}")
+        # a link is followed only when nobody else can have put it there (systemd's DynamicUser makes one, as root)
+        strangers = {directory.stat().st_uid, directory.lstat().st_uid} - {os.getuid(), 0}
+        if strangers or directory.stat().st_uid != os.getuid():
+            raise ConfigError(f"runtime_dir {str(directory)!r}: belongs to user {directory.stat().st_uid}, not to us")
         fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as e:
         raise ConfigError(f"runtime_dir {str(directory)!r}: {e.strerror}") from None

@@ -15,6 +15,7 @@ death, also of strangers when it is PID 1. States (SIGNALS.md draws them):
 from __future__ import annotations
 
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -95,6 +96,8 @@ class Master:
     def _open(self, house: House) -> None:
         config = self._config.server
         children.prctl(children.PR_SET_CHILD_SUBREAPER, 1)
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # children inherit it; nothing of ours uses select(2)
         self._catch_signals()
         allowed = cpus.allowed()
         count = config.workers or allowed.count

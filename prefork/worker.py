@@ -15,6 +15,7 @@ import socket
 import tempfile
 import time
 from contextlib import suppress
+from functools import partial
 
 import uvloop
 
@@ -29,6 +30,7 @@ from prefork.serving.costs import Costs
 from prefork.serving.lane import measure_hand_off
 from prefork.serving.scheduler import Scheduler
 from prefork.serving.service import Service
+from prefork.shm import words as board
 from prefork.shm.words import Stage, WorkerState
 
 TICK = 0.25  # seconds between heartbeats, far below any worker_timeout that makes sense
@@ -85,7 +87,7 @@ class Worker:
             costs,
             words,
             job.config.compute.run_in,
-            self._observe,
+            partial(self._slot.observe, int(Stage.COMPUTE)),
         )
         self._service = Service(opened.sessions, version, limits, wire_limits, self._scheduler, words, self._fault)
         self._listening: dict[int, tuple[socket.socket, asyncio.AbstractServer]] = {}
@@ -109,6 +111,7 @@ class Worker:
         how = await self._leave
         self._slot.move(WorkerState.DRAINING)
         await self._drain(how)
+        self._count()
         self._slot.end()
         return 0
 
@@ -136,9 +139,6 @@ class Worker:
             self._service.changed.set()
             for client in list(self._service.clients):
                 client.abort(Unavailable("the server is stopping"))
-
-    def _observe(self, seconds: float) -> None:
-        self._slot.observe(Stage.COMPUTE, seconds)
 
     def _fault(self, error: Exception) -> None:
         self._log.crash("request failed inside the server", error)
@@ -182,12 +182,24 @@ class Worker:
         if progress != self._progress or progress[1] == 0:
             self._slot.tick()
         self._progress = progress
+        self._count()
         self._service.now = time.monotonic()
         self._ticks += 1
         if self._ticks % AGE_TICKS == 0:
             for client in list(self._service.clients):
                 client.check_age(self._service.now)
         self._loop.call_later(TICK, self._beat)
+
+    def _count(self) -> None:
+        """Take to the scoreboard what need not be there at every request."""
+        service, words = self._service, self._slot.words
+        words[board.BYTES_IN] += service.bytes_in
+        words[board.BYTES_OUT] += service.bytes_out
+        service.bytes_in = service.bytes_out = 0
+        scheduler = self._scheduler
+        self._slot.observe_fast(Stage.COMPUTE, scheduler.fast_runs, scheduler.fast_seconds)
+        scheduler.fast_runs, scheduler.fast_seconds = 0, 0.0
+        words[board.INLINE_RUNS] = words[board.REQUESTS] - words[board.THREAD_RUNS]
 
     # the end
 

@@ -104,6 +104,11 @@ class FrameReader:
         Raises the ProtocolError in `error` when it was set before this call."""
         if self.error is not None:
             raise self.error
+        if len(data) >= HEADER_SIZE and not (self._head or self._skip or self.partial):
+            magic, version, codec, kind, flags, request_id, size, timeout_ms = _unpack_from(data)
+            # one whole frame and nothing else, as a client sends that waits for its answer
+            if size + HEADER_SIZE == len(data) and magic == MAGIC and version == VERSION and size <= self.max_body:
+                return [Frame(kind, codec, flags, request_id, timeout_ms, _slice(data, HEADER_SIZE, len(data)))]
         events: list[Event] = []
         position = 0
         if self._skip or self.partial is not None:

@@ -57,14 +57,14 @@ def _one_more(packed: bytes) -> bytes:
 
 
 @lru_cache(maxsize=4096)
-def _tensor_head(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
-    """A tensor up to the key `data`. A model gives the same few again and again, so they are kept."""
-    return _one_more(_pack({"name": name, "datatype": dtype, "shape": shape})) + b"\xa4data"
+def _tensor_head(name: str, dtype: str, shape: tuple[int, ...], size: int) -> bytes:
+    """A tensor up to its `size` bytes of data. A model gives the same few again and again, so they are kept."""
+    return _one_more(_pack({"name": name, "datatype": dtype, "shape": shape})) + b"\xa4data" + _bin_header(size)
 
 
 @lru_cache(maxsize=256)
-def _plain_head(model_name: str, model_version: str, field: str) -> bytes:
-    return _head(model_name, model_version, "", {}, [], field)
+def _plain_head(model_name: str, model_version: str, field: str, count: int) -> bytes:
+    return _head(model_name, model_version, "", {}, [], field) + _array_header(count)
 
 
 def _head(
@@ -100,10 +100,10 @@ def _bin_header(size: int) -> bytes:
 
 
 def _join(head: bytes, tensors: list[Tensor]) -> bytes:
-    parts: list[Buffer] = [head, _array_header(len(tensors))]
+    parts: list[Buffer] = [head]
     for tensor in tensors:
         data = tensor.data
-        parts += (_tensor_head(tensor.name, tensor.dtype, tensor.shape), _bin_header(len(data)), data)
+        parts += (_tensor_head(tensor.name, tensor.dtype, tensor.shape, len(data)), data)
     return b"".join(parts)
 
 
@@ -112,9 +112,9 @@ def encode_infer_request(request: InferRequest) -> bytes:
     if request.id or request.parameters or request.outputs:
         head = _head(
             request.model_name, request.model_version, request.id, request.parameters, request.outputs, "inputs"
-        )
+        ) + _array_header(len(request.inputs))
     else:
-        head = _plain_head(request.model_name, request.model_version, "inputs")
+        head = _plain_head(request.model_name, request.model_version, "inputs", len(request.inputs))
     return _join(head, request.inputs)
 
 
@@ -122,8 +122,9 @@ def encode_infer_reply(reply: InferReply) -> bytes:
     """Body of INFER_REPLY. Raises InvalidArgument for what cannot travel."""
     if reply.id or reply.parameters:
         head = _head(reply.model_name, reply.model_version, reply.id, reply.parameters, [], "outputs")
+        head += _array_header(len(reply.outputs))
     else:
-        head = _plain_head(reply.model_name, reply.model_version, "outputs")
+        head = _plain_head(reply.model_name, reply.model_version, "outputs", len(reply.outputs))
     return _join(head, reply.outputs)
 
 

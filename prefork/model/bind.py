@@ -118,6 +118,15 @@ class Inputs:
         """What ORT's run takes for these tensors. Raises InvalidArgument for whatever does not fit the model."""
         inputs = self._inputs
         feed: dict[str, Feed] = {}
+        if len(tensors) == len(inputs):
+            for tensor in tensors:
+                if (want := inputs.get(tensor.name)) is None:
+                    break
+                feed[tensor.name] = want.take(tensor)
+            else:
+                if len(feed) == len(inputs):
+                    return feed
+        feed.clear()
         rest: list[Tensor] = []
         for tensor in tensors:
             name = tensor.name

@@ -16,6 +16,7 @@ from onnxruntime import InferenceSession
 
 from prefork.errors import FailedPrecondition, InvalidArgument, StatusError, Unimplemented
 from prefork.model.bind import Inputs
+from prefork.model.bound import Bindings
 from prefork.model.faults import run_error
 from prefork.model.manifest import Manifest, TensorSpec
 from prefork.model.opening import InMemory, Mapped, Opened, Weights, open_inner
@@ -30,6 +31,9 @@ Parameters: TypeAlias = dict[str, Parameter]
 
 WARM_RUNS = 8
 WARM_SECONDS = 0.5  # a start should not wait longer for a figure that later runs correct
+
+
+BINDABLE_GRAPH = 1 << 20  # bytes; bindings keep the Python class, and that the graph, of which small models are made
 
 
 class Described(NamedTuple):
@@ -72,6 +76,9 @@ class Session:
         self._run: Callable[..., list[Any]] = getattr(inner, "_sess", inner).run
         # held for these models only: the Python class keeps the graph's bytes
         self._inner = inner if any(map(_is_carried, manifest.outputs)) else None
+        self._bindings = None
+        if Bindings.possible(manifest.inputs, manifest.outputs) and manifest.graph_bytes <= BINDABLE_GRAPH:
+            self._bindings = Bindings(inner, manifest.outputs)
 
     @classmethod
     def open(cls, manifest: Manifest, graph: Buffer, weights: Weights, threads: int = 1) -> Session:
@@ -93,6 +100,9 @@ class Session:
 
         Raises InvalidArgument (what was given does not fit the model), ResourceExhausted (memory), Unimplemented,
         FailedPrecondition (closed) or Internal."""
+        bindings = None if outputs or parameters else self._bindings
+        if bindings is not None and (found := bindings.run(tensors)) is not None:
+            return found, {}
         feed = self._inputs.feed(tensors, parameters)
         names, specs, simple = self._names, self.outputs, self._plain
         if outputs:
@@ -104,13 +114,15 @@ class Session:
             values = self._run(names, feed, None)
         except Exception as e:
             raise self._fault(e) from None
+        if bindings is not None:
+            bindings.offer(tensors, feed, values)
         if simple:
             return [from_array(s.name, v, s.dtype) for s, v in zip(specs, values, strict=True)], {}
-        found: list[Tensor] = []
+        parts: list[Tensor] = []
         extra: Parameters = {}
         for spec, value in zip(specs, values, strict=True):
-            flatten(spec.name, value, found, extra)
-        return found, extra
+            flatten(spec.name, value, parts, extra)
+        return parts, extra
 
     def warm(self) -> Warm | None:
         """Run the manifest's warm-up a few times, within about WARM_SECONDS; None when it has none.
@@ -136,7 +148,7 @@ class Session:
 
     def close(self) -> None:
         """Give up the model; a later `run` raises FailedPrecondition. Outputs already given stay valid."""
-        self._run, self._inner, self._views = _closed, None, []
+        self._run, self._inner, self._bindings, self._views = _closed, None, None, []
 
     def _run_ort_values(
         self, inner: InferenceSession, names: list[str], specs: Sequence[TensorSpec], feed: Mapping[str, Feed]

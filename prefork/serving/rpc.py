@@ -30,6 +30,7 @@ from prefork.serving.scheduler import Job, Result
 from prefork.serving.service import Service
 from prefork.shm import words as board
 
+INFER, INFER_REPLY = int(Kind.INFER), int(Kind.INFER_REPLY)  # an enum's members are slower to find and to compare
 JOIN_BELOW = 1 << 16  # bytes; a longer body is written behind its header instead of being copied to it
 LINGER = 1.0  # seconds a refused peer may take to read why, before its connection is closed
 
@@ -109,10 +110,18 @@ class Connection(asyncio.Protocol):
             return
         service, reader = self._service, self._reader
         self._heard = service.now
-        service.words[board.BYTES_IN] += len(data)
+        service.bytes_in += len(data)
         try:
             for frame in reader.receive(data):
-                self._take(frame)
+                try:
+                    if frame.kind == INFER and type(frame) is Frame:
+                        self._infer(frame)
+                    else:
+                        self._take_rare(frame)
+                except ProtocolError:
+                    raise
+                except Exception as e:
+                    self._fail(frame, e)
                 self._began = None
             if reader.error is not None:
                 raise reader.error
@@ -124,20 +133,13 @@ class Connection(asyncio.Protocol):
 
     # requests
 
-    def _take(self, frame: Event) -> None:
-        try:
-            if type(frame) is Frame and frame.kind == Kind.INFER:
-                self._infer(frame)
-            else:
-                self._take_rare(frame)
-        except StatusError as e:
+    def _fail(self, frame: Event, error: Exception) -> None:
+        if isinstance(error, StatusError):
             self._service.words[board.REFUSED] += 1
-            self._send_error(frame.request_id, frame.codec, e)
-        except ProtocolError:
-            raise
-        except Exception as e:  # a fault of ours must not cost the other clients their worker
-            self._service.log_fault(e)
-            self._send_error(frame.request_id, frame.codec, Internal(f"{type(e).__name__}: {e}"))
+            self._send_error(frame.request_id, frame.codec, error)
+        else:  # a fault of ours must not cost the other clients their worker
+            self._service.log_fault(error)
+            self._send_error(frame.request_id, frame.codec, Internal(f"{type(error).__name__}: {error}"))
 
     def _infer(self, frame: Frame) -> None:
         service, request_id = self._service, frame.request_id
@@ -209,14 +211,14 @@ class Connection(asyncio.Protocol):
             return
         self._service.words[board.REPLIES_OK] += 1
         if len(body) < JOIN_BELOW:
-            self._send(encode_frame(Kind.INFER_REPLY, codec, request_id, body))
+            self._send(encode_frame(INFER_REPLY, codec, request_id, body))
         else:
-            self._send(frame_header(Kind.INFER_REPLY, codec, request_id, len(body)))
+            self._send(frame_header(INFER_REPLY, codec, request_id, len(body)))
             self._send(body)
 
     def _send(self, data: bytes) -> None:
         if self._state is not State.ENDED:
-            self._service.words[board.BYTES_OUT] += len(data)
+            self._service.bytes_out += len(data)
             self._transport.write(data)
 
     def _send_error(self, request_id: int, codec: int, error: PreforkError) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from time import perf_counter
 from typing import Literal, Protocol, TypeAlias
 
 from prefork.codec.message import InferReply, InferRequest
@@ -21,6 +22,8 @@ from prefork.serving.lane import Lane
 from prefork.shm import words as board
 
 EXPIRY_TICK = 0.02  # seconds between looks at the deadlines of what waits; bounds how late a refusal comes
+
+FAST = 1e-4  # seconds; the first bucket of the scoreboard's histograms
 
 RunIn: TypeAlias = Literal["auto", "inline", "thread"]
 Result: TypeAlias = "InferReply | PreforkError"
@@ -73,9 +76,9 @@ class Scheduler:
         self._words = words
         self._run_in = run_in
         self._observe = observe
+        self.fast_runs, self.fast_seconds = 0, 0.0  # runs below FAST since the last heartbeat took them away
         self._waiting: set[Job] = set()
         self._expiry: asyncio.TimerHandle | None = None
-        self._running_inline = False
         self._lane: Lane[Job, Result | None] = Lane(loop, self._run_if_alive, self._delivered)
 
     @property
@@ -98,11 +101,14 @@ class Scheduler:
         if self._run_in == "thread" or (self._run_in == "auto" and not self._costs.cheap(request.model_name, size)):
             return None
         self._words[board.REQUESTS] += 1
-        self._words[board.INLINE_RUNS] += 1
-        start = time.perf_counter()
+        start = perf_counter()
         result = self._run(session, request)
-        seconds = time.perf_counter() - start
-        self._observe(seconds)
+        seconds = perf_counter() - start
+        if seconds < FAST:
+            self.fast_runs += 1
+            self.fast_seconds += seconds
+        else:
+            self._observe(seconds)
         if seconds > self._costs.inline_below:  # a cheaper one only confirms what is known
             self._costs.learn(request.model_name, size, seconds)
         return result

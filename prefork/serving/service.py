@@ -78,6 +78,7 @@ class Service:
         self.words = words
         self.log_fault = log_fault
         self.draining = False
+        self.bytes_in = self.bytes_out = 0  # until the next heartbeat takes them to the scoreboard
         self.now = time.monotonic()  # of the last heartbeat; good enough for idle clients, and free
         self.changed = asyncio.Event()
         self.clients: set[Client] = set()

@@ -30,7 +30,20 @@ def nothing_left() -> Iterator[None]:
 def place() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="pf-"))
     yield folder
+    left = end_servers(folder)
     shutil.rmtree(folder)
+    assert left == [], "the test left its server"
+
+
+def end_servers(folder: Path) -> list[list[str]]:
+    """Kill the servers of this folder that a failed test has left; their command lines."""
+    left = []
+    for child in psutil.Process().children():
+        if child.status() != psutil.STATUS_ZOMBIE and any(str(folder) in part for part in child.cmdline()):
+            left.append(child.cmdline())
+            child.kill()
+            child.wait()
+    return left
 
 
 @pytest.fixture(scope="module")

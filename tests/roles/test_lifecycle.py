@@ -96,6 +96,16 @@ def test_term_while_a_model_loads(place: Path) -> None:
     assert "stopped" in [line["event"] for line in server.log()]
 
 
+def test_status_answers_at_every_moment_of_a_start(place: Path) -> None:
+    with LogWatch(server := Server(place, "--workers", "1")) as log:
+        server.launch()
+        log.wait("loading")
+        seen: list[str] = []
+        until(server, lambda: seen.append(server.status()["state"]) or seen[-1] == "ready", "ready")
+        assert server.stop() == 0
+    assert seen[0] == "loading" and seen == sorted(seen, key=["loading", "starting", "ready"].index)
+
+
 def test_term_while_workers_start(place: Path) -> None:
     with LogWatch(server := Server(place, "--workers", "2")) as log:
         server.launch()

@@ -15,7 +15,7 @@ from prefork.errors import Code
 from prefork.tensor import Array
 from prefork.value import Value, flatten, unflatten
 
-WATCHDOG = 60.0
+WATCHDOG = 20.0
 MAX_BODY = 1 << 30
 IMAGE = np.linspace(0, 16, 64, dtype=np.float32).reshape(1, 64)
 

@@ -1,0 +1,143 @@
+"""Claim: on top of one shared segment, a worker holds at most 30 MB of its own (MPNet-base, int8, 8 workers).
+
+Every process has answered a few requests of 128 tokens before it is measured. Baselines: as many plain processes that
+each open the same int8 file, and a fork server that opens it before it forks. `total` is the sum of PSS over all
+processes, without the segment's mappings, plus all bytes of the segment once; so pages of it that nobody maps count
+too, and pages that only one process maps do not look private.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import harness, procs
+from bench.bare import RUNS
+from bench.inputs import sequence
+from bench.peer import Peer, peers
+from bench.prepared import quantized
+from bench.reach import every_worker
+from bench.server import Server
+from prefork import control
+
+LENGTH = 128  # tokens
+MOST = 30.0  # MB private per worker
+MB = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Megabytes. `private`: of the worker that has most; `added`: what each worker adds to one segment (or, without
+    one, to nothing) on average, its share of master and libraries included."""
+
+    total: float
+    private: float
+    segment: float
+    workers: int
+
+    @property
+    def added(self) -> float:
+        return (self.total - self.segment) / self.workers
+
+
+def held(pids: Sequence[int], workers: Sequence[int], segment: str = "") -> Held:
+    found = {pid: procs.memory(pid, segment) for pid in pids}
+    size = procs.allocated(segment) / MB if segment else 0.0
+    return Held(
+        sum(one.pss for one in found.values()) / MB + size, max(found[pid].private for pid in workers) / MB, size,
+        len(workers),
+    )  # fmt: skip
+
+
+def plain(path: Path, inputs: Path, count: int) -> Held:
+    """Processes that know nothing of each other."""
+    with peers(count, "bench.bare", str(path), str(inputs), "hold") as found:
+        pids = [peer.pid for peer in found]
+        return held(pids, pids)
+
+
+def preloaded(path: Path, inputs: Path, count: int) -> Held:
+    """A parent that opens the session and forks."""
+    with Peer("bench.bare", str(path), str(inputs), "preload", str(count)) as peer:
+        pids = peer.hello["pids"]
+        return held([peer.pid, *pids], pids)
+
+
+def ours(source: Path, form: str, counts: Sequence[int], place: Path) -> dict[int, Held]:
+    """One server, scaled to each number of workers in turn."""
+    place.mkdir()
+    feed = sequence(source, LENGTH)
+    found = {}
+    with Server(place, f"--model={source.stem}={source}", "--quantize", form, "--workers", str(counts[0])) as server:
+        for count in counts:
+            control.request(server.runtime / "control.sock", "scale", {"workers": count})
+            server.wait_slots(partial(_are_ready, count))
+            with every_worker(server, source.stem, feed) as clients:
+                for client in clients.values():
+                    for _ in range(RUNS):
+                        client.infer(source.stem, feed)
+                status = server.status()
+                segment = f"/dev/shm/{status['models'][0]['segment']['name']}"
+                workers = [int(row["pid"]) for row in status["workers"] if row["state"] == "ready"]
+                found[count] = held([server.pid, *workers], workers, segment)
+    return found
+
+
+def _are_ready(count: int, rows: list[dict[str, Any]]) -> bool:
+    return sum(row["state"] == "ready" for row in rows) == count
+
+
+def measure(source: Path, form: str, counts: Sequence[int], place: Path) -> dict[int, tuple[Held, Held, Held]]:
+    path = quantized(source, place / "int8") if form == "int8" else source
+    inputs = place / f"{form}.npz"
+    np.savez(inputs, **sequence(source, LENGTH))
+    served = ours(source, form, counts, place / f"serve-{form}")
+    return {count: (plain(path, inputs, count), preloaded(path, inputs, count), served[count]) for count in counts}
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = harness.parser(__doc__ or "")
+    parser.add_argument("--model", default="", help="default mpnet, with --quick minilm")
+    args = parser.parse_args(argv)
+    report = harness.Report("memory", args)
+    source = harness.model(args.models, args.model or ("minilm" if args.quick else "mpnet"))
+    counts = (8,) if args.quick else (1, 2, 4, 8)
+    with harness.place() as place:
+        for form in ("int8", "none"):
+            found = measure(source, form, counts, place)
+            show(report, f"{source.stem} {'fp32' if form == 'none' else form}", found)
+            report.data[form] = {count: [_plain(one) for one in three] for count, three in found.items()}
+            if form == "int8":
+                last = found[8][2]
+                others = found[8][:2]
+    figure = (
+        f"{source.stem} int8, 8 workers: {last.private:.1f} MB private in the largest worker, {last.added:.1f} MB a "
+        f"worker on top of one segment of {last.segment:.0f} MB (at most {MOST:.0f}); total {last.total:.0f} MB against "
+        f"{others[0].total:.0f} plain and {others[1].total:.0f} pre-loaded"
+    )
+    return report.finish(max(last.private, last.added) <= MOST, figure)
+
+
+def show(report: harness.Report, title: str, found: dict[int, tuple[Held, Held, Held]]) -> None:
+    totals, private = [], []
+    for count, (alone, fork, here) in found.items():
+        totals.append((count, alone.total, fork.total, here.total, fork.total / alone.total, here.total / alone.total))
+        private.append((count, alone.private, fork.private, here.private, here.added, here.segment))
+    head = ("PROCESSES", "REFERENCE: PLAIN MB", "BASELINE: PRE-LOADED MB", "OURS MB", "BASELINE RATIO", "OURS RATIO")
+    report.table(f"{title}: total memory", head, totals)
+    head = ("PROCESSES", "REFERENCE: PLAIN MB", "BASELINE: PRE-LOADED MB", "OURS MB", "OURS ADDED MB", "SEGMENT MB")
+    report.table(f"{title}: private memory of the largest process", head, private)
+
+
+def _plain(one: Held) -> dict[str, float]:
+    return {"total": one.total, "private": one.private, "segment": one.segment, "added": one.added}
+
+
+if __name__ == "__main__":
+    harness.run(main, sys.argv[1:])
