@@ -27,7 +27,7 @@ from prefork.client.calls import CodecName
 from prefork.demo import model_path
 from prefork.value import Value
 
-QUICK = ("minilm", "ppocr2-cls", "silero", "silero-op15", *models.TABULAR)
+QUICK = ("minilm", "silero", "sklearn-wine")
 CLOSE = 1e-5  # of an output's largest magnitude
 DEMO = "digits"
 WORKERS = 2
@@ -137,7 +137,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="models; default all in the folder and the tables")
     args = parser.parse_args(argv)
     report = harness.Report("answers", args)
-    names = args.names or (QUICK if args.quick else sorted({p.stem for p in args.models.glob("*.onnx")} | {*models.TABULAR}))
+    names = args.names or (
+        QUICK if args.quick else sorted({p.stem for p in args.models.glob("*.onnx")} | {*models.TABULAR})
+    )
     sources = [model_path(), *models.fetch(args.models, [name for name in names if name in FEEDS])]
     with harness.place() as place:
         served = [
@@ -170,7 +172,14 @@ def finish(report: harness.Report, served: list[Served]) -> int:
 
 
 def _row(one: Served) -> list[Any]:
-    return [one.source.stem, one.prepared.manifest.form, "1", one.kind, f"{one.asked - len(one.wrong)}/{one.asked}", len(one.wrong)]
+    return [
+        one.source.stem,
+        one.prepared.manifest.form,
+        "1",
+        one.kind,
+        f"{one.asked - len(one.wrong)}/{one.asked}",
+        len(one.wrong),
+    ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""ONNX Runtime without a server, as a helper process: `python -m bench.bare FILE NPZ MODE ...`, with one thread a process.
+"""ONNX Runtime without a server, as a helper process of one thread: `python -m bench.bare FILE NPZ MODE ...`.
 
     hold            open FILE, run a few times, stay
     preload N       open FILE, fork N children that run a few times and stay: a pre-loading fork server
@@ -49,14 +49,14 @@ def _preload(session: ort.InferenceSession, feed: dict[str, Any], count: int) ->
         if pid == 0:
             _run(session, feed)
             os.write(write, b".")
-            sys.stdin.buffer.raw.read(1)
+            os.read(0, 1)
             os._exit(0)
         pids.append(pid)
     done = 0
     while done < count:
         done += len(os.read(read, count))
     say(pids=pids)
-    sys.stdin.buffer.raw.read(1)
+    os.read(0, 1)
     for pid in pids:
         os.waitpid(pid, 0)
 

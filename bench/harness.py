@@ -117,7 +117,8 @@ def machine() -> dict[str, Any]:
     names = [line.partition(":")[2].strip() for line in info if line.startswith("model name")]
     memory = Path("/proc/meminfo").read_text().split()[1]
     return {
-        "cpu": names[0] if names else platform.machine(), "cpus": cpus.allowed().count, "memory_mb": int(memory) // 1024,
+        "cpu": names[0] if names else platform.machine(), "cpus": cpus.allowed().count,
+        "memory_mb": int(memory) // 1024,
         "kernel": platform.release(), "python": platform.python_version(), "onnxruntime": onnxruntime.__version__,
         "numpy": numpy.__version__,
     }  # fmt: skip

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-Feed = dict[str, Array]
+Feed = dict[str, Any]
 Answer = Mapping[str, Any]
 
 SENTENCES = (
@@ -79,7 +79,9 @@ def _table(model: Path) -> list[Feed]:
     return [{"X": rows[:1]}, {"X": rows[::40]}]
 
 
-def _pictures(name: str, *shapes: tuple[int, ...], low: float = -1.0, high: float = 1.0) -> Callable[[Path], list[Feed]]:
+def _pictures(
+    name: str, *shapes: tuple[int, ...], low: float = -1.0, high: float = 1.0
+) -> Callable[[Path], list[Feed]]:
     return lambda model: [{name: _noise(i, shape, low, high)} for i, shape in enumerate(shapes)]
 
 

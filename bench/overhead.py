@@ -14,9 +14,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from prefork.demo import model_path
 CONNECTIONS = 16
 LENGTH = 32  # tokens
 MOST, LEAST = 2.0, 0.95
+QUIET, ENOUGH = 0.95, 3  # share of the cores that a round must have had, and rounds that did
 FORMS = {"none": "fp32", "int8": "int8"}
 
 
@@ -60,8 +62,8 @@ def load(address: str, data: bytes, size: int, place: Path, name: str) -> Iterat
 def per_request(peer: Peer, pid: int, seconds: float) -> float:
     """CPU microseconds of process `pid` for each reply that the load generator got."""
     before = procs.cpu_seconds(pid)
-    said = peer.ask(seconds=seconds)
-    return (procs.cpu_seconds(pid) - before) / said["replies"] * 1e6
+    replies = int(peer.ask(seconds=seconds)["replies"])
+    return (procs.cpu_seconds(pid) - before) / replies * 1e6
 
 
 def per_run(peer: Peer, seconds: float) -> float:
@@ -99,17 +101,49 @@ def tiny(place: Path, rounds: int, seconds: float) -> Tiny:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Requests a second of the bare loops and of the server; CPU seconds of a run and of a request (master included);
+    shares of all cores: of the loops, of the server with the load generator, and of that one alone."""
+
+    bare: float
+    ours: float
+    run_cpu: float
+    request_cpu: float
+    loops_busy: float
+    server_busy: float
+    generator: float
+
+    @property
+    def quiet(self) -> bool:
+        """Whether both had the cores to themselves: others' work takes the more from whoever has fewer threads."""
+        return min(self.loops_busy, self.server_busy) >= QUIET
+
+
 @dataclass
 class Rates:
-    """Requests a second, one entry a round. `generator`: the load generator's share of all cores."""
+    rounds: list[Round] = field(default_factory=list)
 
-    bare: list[float] = field(default_factory=list)
-    ours: list[float] = field(default_factory=list)
-    generator: list[float] = field(default_factory=list)
+    @property
+    def quiet(self) -> list[Round]:
+        return [one for one in self.rounds if one.quiet]
+
+    @property
+    def by_cpu(self) -> float:
+        """Bare CPU over ours, for each request: what the ratio of the rates is when nobody waits for a core."""
+        return median(one.run_cpu / one.request_cpu for one in self.rounds)
 
     @property
     def ratio(self) -> float:
-        return median(ours / bare for ours, bare in zip(self.ours, self.bare, strict=True))
+        """Of the rates, from quiet rounds; on a machine that had too few of them, of the CPU."""
+        return median(one.ours / one.bare for one in self.quiet) if self.judged_by_rate else self.by_cpu
+
+    @property
+    def judged_by_rate(self) -> bool:
+        return len(self.quiet) >= ENOUGH
+
+    def median(self, name: str) -> float:
+        return float(median(getattr(one, name) for one in self.quiet or self.rounds))
 
 
 def rates(source: Path, form: str, outputs: Sequence[str], place: Path, rounds: int, seconds: float) -> Rates:
@@ -128,21 +162,32 @@ def rates(source: Path, form: str, outputs: Sequence[str], place: Path, rounds: 
         _, size = wire.exchange(server.address, data)
         loops = stack.enter_context(peers(cores, "bench.bare", graph, str(inputs), "loop", *outputs))
         asker = stack.enter_context(load(server.address, data, size, place, "ours"))
+        pids = procs.descendants(server.pid)
         for turn in range(rounds + 1):
             for loop in loops:
                 loop.tell(seconds=seconds)
             said = [loop.hear() for loop in loops]
+            before = procs.total_cpu(pids)
             ours = asker.ask(seconds=seconds)
             if turn:
-                found.bare.append(sum(one["runs"] / one["seconds"] for one in said))
-                found.ours.append(ours["replies"] / ours["seconds"])
-                found.generator.append(ours["cpu"] / ours["seconds"] / cores)
+                found.rounds.append(_round(said, ours, procs.total_cpu(pids) - before, cores))
     return found
+
+
+def _round(said: list[dict[str, Any]], ours: dict[str, Any], cpu: float, cores: int) -> Round:
+    bare_cpu, runs = sum(one["cpu"] for one in said), sum(one["runs"] for one in said)
+    room = ours["seconds"] * cores
+    return Round(
+        bare=sum(one["runs"] / one["seconds"] for one in said), ours=ours["replies"] / ours["seconds"],
+        run_cpu=bare_cpu / runs, request_cpu=cpu / ours["replies"],
+        loops_busy=bare_cpu / sum(one["seconds"] for one in said), server_busy=(cpu + ours["cpu"]) / room,
+        generator=ours["cpu"] / room,
+    )  # fmt: skip
 
 
 def save(path: Path, feed: Feed) -> None:
     with path.open("wb") as file:
-        np.savez(file, **{name: array for name, array in feed.items()})
+        np.savez(file, **feed)
 
 
 def sub(place: Path, name: str) -> Path:
@@ -169,21 +214,20 @@ def show_tiny(report: Report, found: Tiny) -> float:
 
 
 def show_rates(report: Report, found: dict[tuple[str, str], Rates]) -> None:
+    head = ("FORM", "OUTPUTS", "REFERENCE: BARE LOOPS/S", "BASELINE RATIO", "OURS/S", "OURS RATIO", "RATIO BY CPU")
     report.table(
-        f"minilm at length {LENGTH}, {cpus.allowed().count} workers: requests a second",
-        ("FORM", "OUTPUTS", "REFERENCE: BARE LOOPS", "BASELINE RATIO", "OURS", "OURS RATIO", "LOAD GENERATOR'S SHARE"),
+        f"minilm at length {LENGTH}, {cpus.allowed().count} workers",
+        (*head, "QUIET ROUNDS", "LOAD GENERATOR'S SHARE"),
         [
-            (form, outputs, median(one.bare), 1, median(one.ours), one.ratio, median(one.generator))
+            (form, outputs, one.median("bare"), 1, one.median("ours"), one.median("ours") / one.median("bare"),
+             one.by_cpu, f"{len(one.quiet)}/{len(one.rounds)}", one.median("generator"))
             for (form, outputs), one in found.items()
         ],
-    )
+    )  # fmt: skip
     report.data["minilm"] = {
-        f"{form} {outputs}": {
-            "bare": harness.spread(one.bare), "ours": harness.spread(one.ours), "ratio": one.ratio,
-            "generator": harness.spread(one.generator),
-        }
+        f"{form} {outputs}": {"ratio": one.ratio, "by_cpu": one.by_cpu, "rounds": [asdict(row) for row in one.rounds]}
         for (form, outputs), one in found.items()
-    }  # fmt: skip
+    }
 
 
 def main(argv: Sequence[str]) -> int:
@@ -194,7 +238,7 @@ def main(argv: Sequence[str]) -> int:
     holds, figures = True, []
     with harness.place() as place:
         if args.part != "minilm":
-            ratio = show_tiny(report, tiny(place, *((5, 0.8) if args.quick else (15, 2.0))))
+            ratio = show_tiny(report, tiny(place, *((5, 0.6) if args.quick else (15, 2.0))))
             holds = ratio <= MOST
             figures.append(f"server CPU less the run is {ratio:.2f} times the echo server (at most {MOST})")
         if args.part != "tiny":
@@ -204,11 +248,12 @@ def main(argv: Sequence[str]) -> int:
                 for outputs in (["sentence_embedding"], []):
                     key = (FORMS[form], outputs[0] if outputs else "all")
                     where = place / f"{key[0]}-{key[1]}"
-                    found[key] = rates(source, form, outputs, where, *((3, 1.0) if args.quick else (9, 3.0)))
+                    found[key] = rates(source, form, outputs, where, *((3, 0.7) if args.quick else (9, 3.0)))
             show_rates(report, found)
-            least = min(one.ratio for (form, _), one in found.items() if form == "fp32")
-            holds = holds and least >= LEAST
-            figures.append(f"minilm through the server reaches {least:.1%} of bare loops (at least {LEAST:.0%})")
+            least = min((one for (form, _), one in found.items() if form == "fp32"), key=lambda one: one.ratio)
+            holds = holds and least.ratio >= LEAST
+            how = "" if least.judged_by_rate else ", by CPU a request: others used the cores"
+            figures.append(f"minilm through the server reaches {least.ratio:.1%} of bare loops (at least 95%){how}")
     return report.finish(holds, "; ".join(figures))
 
 

@@ -15,9 +15,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from bench import procs
 from prefork import control
 from prefork.shm.sweep import list_segments
 
@@ -48,7 +50,8 @@ class Server:
     def command(self) -> list[str]:
         return [
             sys.executable, "-m", "prefork", "--bind", "127.0.0.1:0", "--runtime-dir", str(self.runtime),
-            "--work-dir", str(self.work), "--log-format", "json", "--log-file", str(self.log_file), *self.args,
+            "--work-dir", str(self.work), "--cache-dir", "", "--log-format", "json", "--log-file", str(self.log_file),
+            *self.args,
         ]  # fmt: skip
 
     def launch(self, notify: str = "") -> subprocess.Popen[bytes]:
@@ -76,12 +79,29 @@ class Server:
                             raise AssertionError(f"server ended with {process.returncode}: {self.said()}")
                         if b"READY=1" in sock.recv(4096):
                             return self
+            except BaseException:
+                process.kill()
+                process.wait()
+                raise
             finally:
                 os.close(end)
 
     def run_to_end(self) -> int:
         """Launch and wait for the end; the exit code."""
-        return self.launch().wait()
+        self.launch()
+        return self._wait()
+
+    def _wait(self) -> int:
+        """For the process to end. When the wait is broken off, it and all below it are killed."""
+        assert self.process is not None
+        try:
+            return self.process.wait()
+        except BaseException:
+            for pid in reversed(procs.descendants(self.pid)):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.wait()
+            raise
 
     def said(self) -> str:
         """Standard error and log, for the message of a failed test."""
@@ -127,7 +147,7 @@ class Server:
         assert self.process is not None
         if self.process.poll() is None:
             self.process.send_signal(number)
-        code = self.process.wait()
+        code = self._wait()
         left = self.leftovers()
         assert not left, f"left behind: {left}; {self.said()}"
         return code
@@ -135,5 +155,5 @@ class Server:
     def leftovers(self) -> list[str]:
         """Segments of this master, and what its directories still hold besides the lock file."""
         segments = [info.name for info in list_segments() if info.owner and info.owner.pid == self.pid]
-        files = [str(path) for path in (*self.runtime.iterdir(), *self.work.iterdir()) if path.name != "lock"]
+        files = [str(path) for path in (*self.runtime.glob("*"), *self.work.glob("*")) if path.name != "lock"]
         return segments + files

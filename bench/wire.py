@@ -17,7 +17,9 @@ from prefork.tensor import Tensor
 PATIENCE = 30.0  # seconds without a byte after which a server is taken for dead
 
 
-def request(model: str, feed: Feed, outputs: Sequence[str] = (), codec: Codec = Codec.MSGPACK, number: int = 1) -> bytes:
+def request(
+    model: str, feed: Feed, outputs: Sequence[str] = (), codec: Codec = Codec.MSGPACK, number: int = 1
+) -> bytes:
     """A whole INFER frame."""
     tensors = [Tensor.from_numpy(name, array) for name, array in feed.items()]
     body = codec_of(codec).encode_infer_request(InferRequest(model, tensors, list(outputs)))
@@ -45,8 +47,7 @@ def exchange(address: str, data: bytes) -> tuple[InferReply, int]:
     if not events or not isinstance(events[0], Frame):
         raise ConnectionError(f"{address} closed the connection after {size} bytes")
     message = read(events[0])
-    if not isinstance(message, InferReply):
-        raise AssertionError(f"{address} answered {message}")
+    assert isinstance(message, InferReply), f"{address} answered {message}"
     return message, size
 
 

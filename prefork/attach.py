@@ -5,6 +5,7 @@ The only place where a segment and a session meet: shared memory knows no model,
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from prefork.codec.limits import Limits as WireLimits
 from prefork.codec.message import Codec, InferReply, InferRequest
 from prefork.codec.registry import codec_of
+from prefork.config import Config
 from prefork.errors import ModelError, PreforkError
 from prefork.jobs import LoadedModel
 from prefork.model.manifest import Manifest
@@ -28,6 +30,24 @@ class Opened:
 
     sessions: dict[str, Session]
     segments: list[segment.Segment]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Models that have answered their warm-up, what that cost, and the notes on those that could not."""
+
+    opened: Opened
+    costs: Costs
+    wire_limits: WireLimits
+    notes: list[str]
+
+
+def make_ready(models: Sequence[LoadedModel], config: Config, scratch: Path) -> Ready:
+    """Open and warm every model. Raises SegmentError or ModelError naming the model."""
+    tempfile.tempdir = str(scratch)  # what a killed process leaves there goes with the master
+    opened = open_models(models, config.compute.threads)
+    costs, limits = Costs(), WireLimits(config.limits.max_tensors, config.limits.max_dims)
+    return Ready(opened, costs, limits, warm(opened, costs, limits))
 
 
 def open_models(models: Sequence[LoadedModel], threads: int) -> Opened:

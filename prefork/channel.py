@@ -8,10 +8,16 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+from array import array
 from typing import Any
 
 MESSAGE_BYTES = 64 * 1024
 MAX_FDS = 16
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """One message. At most 4 bytes a character: what is cut to 8000 characters stays within MESSAGE_BYTES."""
+    return json.dumps(message, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
 class Channel:
@@ -27,7 +33,7 @@ class Channel:
     def send(self, message: dict[str, Any]) -> None:
         """Send one message. A dead master is noticed by `receive`, not here."""
         try:
-            self._sock.send(json.dumps(message).encode())
+            self._sock.send(encode(message))
         except OSError:
             self.closed = True
 
@@ -37,12 +43,22 @@ class Channel:
         with contextlib.suppress(OSError):
             self._sock.recv(MESSAGE_BYTES)
 
+    def _receive_now(self) -> tuple[bytes, list[int]]:
+        """socket.recv_fds takes flags and passes none on (CPython 3.11)."""
+        room = socket.CMSG_SPACE(MAX_FDS * array("i").itemsize)
+        data, ancillary, _, _ = self._sock.recvmsg(MESSAGE_BYTES, room, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+        fds = array("i")
+        for level, kind, content in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+        return data, list(fds)
+
     def receive(self) -> list[tuple[dict[str, Any], list[int]]]:
         """All messages that have arrived, each with its descriptors, which then belong to the caller."""
         messages: list[tuple[dict[str, Any], list[int]]] = []
         while True:
             try:
-                data, fds, _, _ = socket.recv_fds(self._sock, MESSAGE_BYTES, MAX_FDS, socket.MSG_DONTWAIT)
+                data, fds = self._receive_now()
             except BlockingIOError:
                 return messages
             except OSError:

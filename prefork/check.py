@@ -6,6 +6,7 @@ Each model is read by a real loader process that stops before the work, so no nu
 from __future__ import annotations
 
 import os
+import signal
 
 from prefork import child as children
 from prefork.config import Config, ModelConfig
@@ -17,14 +18,18 @@ from prefork.shm.owner import Owner
 
 def check(config: Config) -> None:
     """Raises LoadError naming the first model that could not be served, with the loader's exit code."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, nobody could be waited for
     log = setup("error")
     for index, model in enumerate(config.models):
         _check_model(config, index, model, log)
 
 
 def _check_model(config: Config, index: int, model: ModelConfig, log: Logger) -> None:
-    job = LoaderJob(log, model, config.server.shm, Owner.current(), 0, config.server.work_dir, only_check=True)
-    loader = children.spawn("loader", index, 0, job, {log.fd})
+    job = LoaderJob(log, model, config.server.shm, Owner.current(), 0, config.server.work_dir, purpose="check")
+    try:
+        loader = children.spawn("loader", index, 0, job, {log.fd})
+    except OSError as e:
+        raise LoadError(f"model {model.name!r}: its loader cannot be started: {e.strerror}", children.CRASH) from None
     _, status = os.waitpid(loader.pid, 0)
     said = next(iter(loader.receive()), {})
     loader.channel.close()

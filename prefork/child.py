@@ -24,13 +24,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from prefork.channel import MESSAGE_BYTES, encode
 from prefork.errors import PreforkError
 
 # Read when the libraries are first imported, so they must stand before the role's imports: the ONNX Runtime's telemetry
 # thread dials out and hangs forked children, OpenBLAS starts a thread a core that nobody here uses.
 NUMERIC_ENVIRONMENT = {"ORT_DISABLE_TELEMETRY": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-MESSAGE_BYTES = 64 * 1024
+IGNORED = (
+    signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR2, signal.SIGTTIN, signal.SIGTTOU, signal.SIGWINCH
+)  # fmt: skip
 CRASH = 70  # EX_SOFTWARE: an exception that nobody foresaw
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -46,7 +49,7 @@ def prctl(option: int, value: int) -> None:
 @dataclass(eq=False, slots=True)
 class Child:
     """One forked process. `said` is the last thing it said, `ready_at` when it answered its warm-up, `leaving` that it
-    was told to go, `closed` that its end of the channel is gone."""
+    was told to go and `kill_at` when its time for that is over, `closed` that its end of the channel is gone."""
 
     role: str
     slot: int
@@ -57,12 +60,13 @@ class Child:
     ready_at: float | None = None
     said: dict[str, Any] | None = None
     leaving: bool = False
+    kill_at: float | None = None
     closed: bool = False
 
     def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> bool:
         """Queue one message; False when the child is gone or its queue is full. Never blocks."""
         try:
-            socket.send_fds(self.channel, [json.dumps(message).encode()], list(fds))
+            socket.send_fds(self.channel, [encode(message)], list(fds))
         except OSError:
             return False
         return True
@@ -77,8 +81,12 @@ class Child:
                 break
             except OSError:
                 data = b""
-            if data:
-                messages.append(json.loads(data))
+            try:
+                if data:
+                    messages.append(json.loads(data))
+            except ValueError:  # longer than a message may be, or nonsense: it is not to be trusted any further
+                self.kill(signal.SIGKILL)
+                data = b""
             self.closed = not data
         return messages
 
@@ -114,10 +122,10 @@ def _become(role: str, channel: socket.socket, job: Any, keep: set[int], master:
     code = CRASH
     try:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
-        # Ctrl-C reaches the whole terminal group; only the master decides what it means
-        for number in (signal.SIGINT, signal.SIGTTIN, signal.SIGTTOU):
+        # these reach the whole terminal group or service; only the master decides what they mean
+        for number in IGNORED:
             signal.signal(number, signal.SIG_IGN)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != master:
@@ -147,7 +155,7 @@ def report_failure(channel: socket.socket, error: BaseException) -> None:
     text = error.message if isinstance(error, PreforkError) else f"{type(error).__name__}: {error}"
     message = {"event": "failed", "error": type(error).__name__, "message": text[:8000], "known": known}
     with contextlib.suppress(OSError):
-        channel.send(json.dumps(message).encode())
+        channel.send(encode(message))
 
 
 def _close_all_but(keep: set[int]) -> None:

@@ -6,11 +6,12 @@ Imports nothing numeric: what is imported here stays in the master for ever.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import prefork
 from prefork.config import Config, Entry, ModelConfig, entries, entries_of
@@ -29,9 +30,19 @@ wins over the environment, the environment over the file, the file over the defa
 NAME=PATH;NAME=PATH. conf/prefork.toml documents each key. Signals: TERM stops gracefully, QUIT and INT at once,
 TTIN and TTOU add and remove a worker, USR1 reopens the log file.
 
-exit status: 0 stopped as asked, 65 a model cannot be served, 75 no room in shared memory, 78 bad configuration.
+As the first word `prepare` fills the cache with the models and leaves, and `inspect` shows what would be served; both
+take the same flags, and --json. A model file of such a name is written ./prepare.
+
+exit status: 0 stopped as asked, 65 a model cannot be served, 73 the cache cannot be filled, 75 no room in shared
+memory, 78 bad configuration.
 """
-TITLES = {"server": "server", "limits": "limits of a worker", "compute": "compute", "log": "log"}
+COMMANDS = {
+    "prepare": "Prepare models for this machine and keep them in the cache, so that a start only copies them.",
+    "inspect": "Show what would be served of each model and why; prepares it unless the cache has it.",
+}
+TITLES = {
+    "server": "server", "limits": "limits of a worker", "compute": "compute", "telemetry": "telemetry", "log": "log",
+}  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,19 +53,28 @@ class _Parser(argparse.ArgumentParser):
         return list(self._option_string_actions)
 
 
-def build_parser() -> _Parser:
-    """The parser: values stay text, so that config.py judges them and names the flag when one is bad."""
+def build_parser(command: str = "") -> _Parser:
+    """The parser: values stay text, so that config.py judges them and names the flag when one is bad. `command`: a key
+    of COMMANDS, or nothing to serve."""
+    usage = "[MODEL.onnx ...] [--model NAME=PATH] [--workers N] [--bind HOST:PORT] [--config FILE] ..."
+    if command:
+        usage = f"{command} [MODEL.onnx ...] [--model NAME=PATH] [--quantize FORM] [--cache-dir DIR] [--json] ..."
     parser = _Parser(
         prog="prefork-serve",
-        usage="prefork-serve [MODEL.onnx ...] [--model NAME=PATH] [--workers N] [--bind HOST:PORT] [--config FILE] ...",
-        description=DESCRIPTION,
+        usage=f"prefork-serve {usage}",
+        description=COMMANDS.get(command, DESCRIPTION),
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"prefork-serve {prefork.__version__}")
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML configuration file (PREFORK_CONFIG)")
-    parser.add_argument("--check", action="store_true", help="validate everything, print what would hold, do not start")
+    if command:
+        parser.add_argument("--json", action="store_true", help="print JSON")
+    else:
+        parser.add_argument(
+            "--check", action="store_true", help="validate everything, print what would hold, do not start"
+        )
     models = parser.add_argument_group("models")
     models.add_argument("paths", nargs="*", metavar="MODEL.onnx", help="a model, called as its file, less the suffix")
     models.add_argument(
@@ -83,8 +103,9 @@ def _help(entry: Entry) -> str:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The flags, all as text. Raises ConfigError for one that is unknown or lacks its value."""
-    parser = build_parser()
-    args, unknown = parser.parse_known_args(argv)
+    command = argv[0] if argv and argv[0] in COMMANDS else ""
+    parser = build_parser(command)
+    args, unknown = parser.parse_known_args(argv[1:] if command else argv, argparse.Namespace(command=command))
     if unknown:
         name = unknown[0].partition("=")[0]
         raise ConfigError(f"flag {name} is unknown{suggest(name, parser.flags())}")
@@ -108,12 +129,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return e.exit_code
 
 
+def _fill_standard_descriptors() -> None:
+    """Started with standard streams closed, the next descriptors would take their numbers, and our log lines."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+
+
 def _run(argv: Sequence[str]) -> int:
     args = parse(argv)
     if sys.platform != "linux":
         raise ConfigError(f"prefork-serve needs Linux (SO_REUSEPORT, subreaper, /dev/shm), found {sys.platform}")
+    _fill_standard_descriptors()
     config = configure(args, os.environ)
     # Imported here: --help and --version answer on any system
+    if args.command:
+        return _prepare(config, args.command, as_json=args.json)
     if args.check:
         from prefork.check import check
 
@@ -123,6 +154,19 @@ def _run(argv: Sequence[str]) -> int:
     from prefork.master import serve
 
     return serve(config)
+
+
+def _prepare(config: Config, purpose: Literal["prepare", "inspect"], *, as_json: bool) -> int:
+    from prefork import ahead, reportview
+
+    found = []
+    for manifest in ahead.prepare(config, purpose):
+        found.append(reportview.brief(manifest))
+        if not as_json:
+            print(reportview.text(manifest), flush=True)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    return 0
 
 
 if __name__ == "__main__":

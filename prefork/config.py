@@ -18,6 +18,7 @@ from prefork.options import (
     AUTO_PATH,
     BIND,
     NAME,
+    OPTIONAL_BIND,
     OPTIONAL_PATH,
     PATH,
     Key,
@@ -30,11 +31,12 @@ from prefork.options import (
 
 DAY = 86400.0
 MIB = 2**20
+GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Processes, sockets and places. `runtime_dir`, `control`, `unix` and `work_dir` are resolved, absolute paths."""
+    """Processes, sockets and places. All paths are resolved and absolute."""
 
     # Loopback: the server asks nobody who they are, so reaching it from elsewhere is a decision, not an accident.
     bind: str = field(
@@ -48,6 +50,14 @@ class ServerConfig:
     runtime_dir: Path = field(metadata=key(AUTO_PATH, "folder of the sockets", "DIR"))
     # The loader writes the optimised model here before it is copied into shared memory; gone when the loader is.
     work_dir: Path = field(metadata=key(AUTO_PATH, "scratch folder of the loader, about twice the model's size", "DIR"))
+    # On: preparing again what was prepared before costs seconds to minutes, and the folder is this user's own.
+    cache_dir: Path | None = field(
+        metadata=key(AUTO_OPTIONAL_PATH, 'folder of prepared models; "" for none', "DIR"),
+    )
+    # Forty models of the size of BERT-base in int8; those used longest ago make room.
+    cache_size: int = field(
+        default=10 * GIB, metadata=key(size(0, 2**50), "bytes that prepared models may take in cache_dir", "SIZE")
+    )
     # One a CPU that quota and cpuset allow: a worker computes on one thread, more of them only take turns.
     workers: int = field(default=0, metadata=key(whole(0, 1024), "worker processes; 0 is one for each allowed CPU"))
     # posix maps packed weights straight from the segment, sysv (no path) costs each worker more private memory.
@@ -124,6 +134,17 @@ class ComputeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TelemetryConfig:
+    """What the server tells of itself, by a process of its own."""
+
+    # Off: a fixed second port would keep a second server on this machine from starting, and costs a process.
+    metrics_bind: str = field(
+        default="",
+        metadata=key(OPTIONAL_BIND, "TCP address of /metrics, /healthz and /readyz; port 0 as for bind", "HOST:PORT"),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
     """What is logged, how, and where."""
 
@@ -165,16 +186,18 @@ class Config:
     server: ServerConfig
     limits: LimitsConfig
     compute: ComputeConfig
+    telemetry: TelemetryConfig
     log: LogConfig
     models: tuple[ModelConfig, ...]
     sources: Mapping[str, str]
 
 
-Section = ServerConfig | LimitsConfig | ComputeConfig | LogConfig
+Section = ServerConfig | LimitsConfig | ComputeConfig | TelemetryConfig | LogConfig
 SECTIONS: dict[str, type[Section]] = {
     "server": ServerConfig,
     "limits": LimitsConfig,
     "compute": ComputeConfig,
+    "telemetry": TelemetryConfig,
     "log": LogConfig,
 }
 

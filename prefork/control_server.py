@@ -43,17 +43,25 @@ class ControlServer:
         self._selector = selector
         self._answer = answer
         self._clients: set[_Client] = set()
+        self._deaf = False
         selector.register(sock, selectors.EVENT_READ, self._accept)
 
     def expire(self, now: float) -> None:
         """Drop the clients whose time is over."""
+        if self._deaf:
+            self._deaf = False
+            self._selector.register(self._sock, selectors.EVENT_READ, self._accept)
         for client in [client for client in self._clients if client.end <= now]:
             self._drop(client)
 
     def _accept(self) -> None:
         try:
             sock, _ = self._sock.accept()
-        except OSError:
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptor left: not again before the next look, or the loop would spin
+            self._selector.unregister(self._sock)
+            self._deaf = True
             return
         if len(self._clients) >= MAX_CLIENTS:
             sock.close()

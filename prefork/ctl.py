@@ -1,8 +1,8 @@
 """prefork-ctl: argv -> one question to a running server -> text or JSON. Nothing imports this file.
 
-`status`, `scale` and `stop` speak with the master over its control socket; `segments` looks at the machine's shared
-memory and needs no server; `infer`, `metadata` and `health` are a client's calls (ctlinfer.py). What only some
-commands need is imported by them: `status` loads no numpy.
+`status`, `scale` and `stop` speak with the master over its control socket; `report` asks it for the segment and reads
+that itself; `segments` looks at the machine's shared memory and needs no server; `infer`, `metadata` and `health` are a
+client's calls (ctlinfer.py). What only some commands need is imported by them: `status` loads no numpy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import prefork
 from prefork import control, ctlview
-from prefork.errors import ConfigError, PreforkError, Unavailable
+from prefork.errors import ConfigError, NotFound, PreforkError, Unavailable
 from prefork.layers import control_path
 
 EPILOG = """\
@@ -49,6 +49,8 @@ def build_parser() -> argparse.ArgumentParser:
     _common(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _command(commands, "status", _status, "state of the server, its models and workers")
+    report = _command(commands, "report", _report, "how a served model was prepared, what was chosen and why")
+    report.add_argument("model", metavar="MODEL")
     _command(commands, "segments", _segments, "shared memory segments of this machine; needs no server")
     _command(commands, "stop", _stop, "stop gracefully, as TERM does")
     scale = _command(commands, "scale", _scale, "change the number of workers")
@@ -119,6 +121,27 @@ def _show(args: argparse.Namespace, found: Any, view: Callable[[Any], str]) -> N
 def _status(args: argparse.Namespace) -> int:
     _show(args, _ask(args, "status"), ctlview.status)
     return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from prefork import reportview
+    from prefork.shm import segment
+
+    models = {row.get("name"): row for row in _ask(args, "status").get("models", [])}
+    if args.model not in models:
+        known = ", ".join(map(repr, models)) or "none"
+        raise NotFound(f"model {args.model!r} is not served; expected one of {known}")
+    with segment.attach(segment.SegmentRef.from_dict(models[args.model]["segment"])) as attached:
+        view = attached.section("manifest")
+        manifest = json.loads(bytes(view))
+        view.release()
+    _show(args, reportview.brief({**manifest, **_origin(models[args.model])}), reportview.text)
+    return 0
+
+
+def _origin(row: dict[str, Any]) -> dict[str, Any]:
+    """What only the server knows: whether this start prepared the model, and how long that took."""
+    return {key: row[key] for key in ("origin", "prepare_s") if key in row}
 
 
 def _segments(args: argparse.Namespace) -> int:

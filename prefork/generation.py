@@ -15,13 +15,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from prefork import child as children
 from prefork.child import Child
 from prefork.config import ModelConfig
-from prefork.errors import ModelError, PreforkError
-from prefork.jobs import LoadedModel, LoaderJob
+from prefork.errors import ModelError, PreforkError, SegmentFull
+from prefork.jobs import CachePlace, LoadedModel, LoaderJob
 from prefork.log import Logger
 from prefork.shm import segment, sweep
 from prefork.shm.owner import Owner
@@ -42,7 +43,14 @@ class Generation:
     """Doors: `load_next`, `published`, `loader_left`, `retire`."""
 
     def __init__(
-        self, number: int, wanted: Sequence[ModelConfig], kind: segment.Kind, owner: Owner, work: WorkDir, log: Logger
+        self,
+        number: int,
+        wanted: Sequence[ModelConfig],
+        kind: segment.Kind,
+        owner: Owner,
+        work: WorkDir,
+        log: Logger,
+        cache: CachePlace | None = None,
     ) -> None:
         self.number = number
         self.state: State = "loading"
@@ -52,22 +60,30 @@ class Generation:
         self._kind = kind
         self._owner = owner
         self._work = work
+        self._cache = cache
         self._log = log
         self._holds: list[segment.Hold] = []
 
     @property
     def loading(self) -> str:
         """The model whose loader runs now, or nothing."""
-        return self._wanted[len(self.models)].name if self.state == "loading" else ""
+        waiting = self.state == "loading" and len(self.models) < len(self._wanted)
+        return self._wanted[len(self.models)].name if waiting else ""
 
     def load_next(self) -> Child | None:
-        """Spawn the loader of the next model; None when all are loaded."""
+        """Spawn the loader of the next model; None when all are loaded, or when it cannot be (`error` says why)."""
         if len(self.models) == len(self._wanted):
             self.state = "loaded"
             return None
         model = self._wanted[len(self.models)]
-        place = self._work.sub(f"g{self.number}-{len(self.models)}")
-        job = LoaderJob(self._log, model, self._kind, self._owner, self.number, place)
+        try:
+            return self._spawn(model, self._work.sub(f"g{self.number}-{len(self.models)}"))
+        except OSError as e:
+            self._give_up(model, f"its loader cannot be started: {e.strerror}", SegmentFull.exit_code)
+            return None
+
+    def _spawn(self, model: ModelConfig, place: Path) -> Child:
+        job = LoaderJob(self._log, model, self._kind, self._owner, self.number, place, cache=self._cache)
         self._log.info("loading", model=model.name, path=model.path, quantize=model.quantize)
         return children.spawn("loader", len(self.models), self.number, job, {self._log.fd})
 
@@ -87,6 +103,7 @@ class Generation:
 
     def loader_left(self, loader: Child, status: int) -> None:
         """The loader is reaped. Nothing is lost when it published; else its reason is kept."""
+        self._work.drop(f"g{self.number}-{loader.slot}")
         if self.state != "loading" or loader.slot < len(self.models):
             return
         said = loader.said or {}
@@ -117,4 +134,4 @@ class Generation:
 
 
 def _brief(report: dict[str, Any]) -> dict[str, Any]:
-    return {key: report[key] for key in ("form", "prepare_s") if key in report}
+    return {key: report[key] for key in ("form", "origin", "prepare_s") if key in report}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import time
+import socket
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,57 +21,66 @@ from prefork.shm.owner import Owner
 
 
 class House:
-    """Raises ConfigError when the runtime directory cannot be had or belongs to a living master."""
+    """`control` and `unix` are listening sockets. Raises ConfigError when something cannot be had, or the runtime
+    directory belongs to a living master; what was made until then is gone again."""
 
     def __init__(self, config: Config, log: Logger) -> None:
         server = config.server
-        self.started = time.time()
-        self._paths = [path for path in (server.control, server.unix) if path is not None]
-        self._pid_file: Path | None = None
         self._lock = _lock(server.runtime_dir)
+        self._made: list[Path] = []  # only what we made is ours to remove
+        self._public: Path | None = None
+        self.work: workdir.WorkDir | None = None
+        self.unix: socket.socket | None = None
         self.owner = Owner.current()
         try:
-            for info in sweep.sweep():
-                log.info(
-                    "removed a dead master's segment",
-                    name=info.name,
-                    owner=info.owner.pid if info.owner else None,
-                    bytes=info.size,
-                )
-            for path in workdir.sweep(server.work_dir):
-                log.info("removed a dead master's scratch directory", path=path)
+            _sweep(server.work_dir, log)
             self.work = workdir.WorkDir(server.work_dir, self.owner)
-        except BaseException:
-            os.close(self._lock)
-            raise
-        try:
-            self.control = listener.open_unix(server.control, 16)
-            server.control.chmod(0o600)
+            self.control = self._listen(server.control, 16, 0o600)
+            if server.unix is not None:
+                self.unix = self._listen(server.unix, server.backlog, 0o660)
+                self._public = server.unix
             if server.pid_file is not None:
                 self._write_pid(server.pid_file)
-        except (OSError, ConfigError) as e:
+        except BaseException:
             self.close()
-            if isinstance(e, OSError):
-                raise ConfigError(f"pid_file {str(server.pid_file)!r}: {e.strerror}") from None
             raise
 
-    def _write_pid(self, path: Path) -> None:
-        path.write_text(f"{os.getpid()}\n")
-        self._pid_file = path
+    def _listen(self, path: Path, backlog: int, mode: int) -> socket.socket:
+        sock = listener.open_unix(path, backlog, mode)
+        self._made.append(path)
+        return sock
 
-    def unlink_sockets(self) -> None:
+    def _write_pid(self, path: Path) -> None:
+        try:
+            path.write_text(f"{os.getpid()}\n")
+        except OSError as e:
+            raise ConfigError(f"pid_file {str(path)!r}: {e.strerror}") from None
+        self._made.append(path)
+
+    def unlink_public(self) -> None:
         """Let nobody find the way in any more; the control socket stays until the end."""
-        for path in self._paths[1:]:
-            path.unlink(missing_ok=True)
+        if self._public is not None:
+            self._public.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Remove everything. Safe to call twice."""
-        self.work.remove()
-        for path in [*self._paths, *([self._pid_file] if self._pid_file else [])]:
+        if self.work is not None:
+            self.work.remove()
+        for path in self._made:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
-        with suppress(OSError):
+        self._made.clear()
+        if self._lock >= 0:
             os.close(self._lock)
+            self._lock = -1
+
+
+def _sweep(work_dir: Path, log: Logger) -> None:
+    for info in sweep.sweep():
+        owner = info.owner.pid if info.owner else None
+        log.info("removed a dead master's segment", name=info.name, owner=owner, bytes=info.size)
+    for path in workdir.sweep(work_dir):
+        log.info("removed a dead master's scratch directory", path=path)
 
 
 def _lock(directory: Path) -> int:

@@ -10,19 +10,35 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from prefork.config import Config, ModelConfig
+from prefork.config import Config, ModelConfig, ServerConfig
 from prefork.log import Logger
 from prefork.shm.owner import Owner
 from prefork.shm.scoreboard import Scoreboard
 from prefork.shm.segment import Kind, SegmentRef
 
+MANIFEST = "manifest.json"  # what a loader that publishes nothing leaves in its work_dir
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlace:
+    """Folder of the prepared models, and bytes that they may take together."""
+
+    folder: Path
+    limit: int
+
+    @classmethod
+    def of(cls, server: ServerConfig) -> CachePlace | None:
+        return cls(server.cache_dir, server.cache_size) if server.cache_dir is not None else None
+
 
 @dataclass(frozen=True, slots=True)
 class LoaderJob:
     """Turn one model file into one published segment. `work_dir` is this loader's alone and is removed after it.
-    `only_check`: read the model and see whether there is room, then leave."""
+
+    purpose: `serve` publishes a segment; `check` reads the model and sees whether there is room; `prepare` fills the
+    cache, and `inspect` would rather do so; both leave the manifest in work_dir. `cache`: None for none."""
 
     log: Logger
     model: ModelConfig
@@ -30,7 +46,8 @@ class LoaderJob:
     owner: Owner
     generation: int
     work_dir: Path
-    only_check: bool = False
+    purpose: Literal["serve", "check", "prepare", "inspect"] = "serve"
+    cache: CachePlace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +57,39 @@ class LoadedModel:
     name: str
     ref: SegmentRef
     report: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryJob:
+    """Tell on `listener` what stands in `scoreboard`. `worker_timeout`: seconds of silence, 0 for any."""
+
+    log: Logger
+    listener: socket.socket
+    scoreboard: Scoreboard
+    worker_timeout: float
+
+    @property
+    def descriptors(self) -> set[int]:
+        """What the process must not close."""
+        return {self.log.fd, self.listener.fileno(), self.scoreboard.fd}
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateJob:
+    """Open `models` once and fork workers that serve them. `master_pid`: who takes the workers over."""
+
+    log: Logger
+    config: Config
+    generation: int
+    models: tuple[LoadedModel, ...]
+    scoreboard: Scoreboard
+    scratch: Path
+    master_pid: int
+
+    @property
+    def descriptors(self) -> set[int]:
+        """What the template must not close."""
+        return {self.log.fd, self.scoreboard.fd}
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,13 @@ from prefork.config import (
     LogConfig,
     ModelConfig,
     ServerConfig,
+    TelemetryConfig,
     entries,
     entries_of,
 )
 from prefork.demo import model_path
 from prefork.errors import ConfigError
-from prefork.options import AUTO, MAX_SOCKET_PATH, read, suggest
+from prefork.options import AUTO, MAX_SOCKET_PATH, read, split_bind, suggest
 
 DEMO = "digits"
 SPECIAL = ("PREFORK_CONFIG", "PREFORK_MODEL", "PREFORK_QUANTIZE")
@@ -73,6 +74,7 @@ def load(
         server=ServerConfig(**values["server"]),
         limits=LimitsConfig(**values["limits"]),
         compute=ComputeConfig(**values["compute"]),
+        telemetry=TelemetryConfig(**values["telemetry"]),
         log=LogConfig(**values["log"]),
         models=_models(listed, found.get("quantize"), sources),
         sources=sources,
@@ -202,6 +204,22 @@ def _place(server: dict[str, Any], environ: Mapping[str, str], here: Path) -> No
             server[name] = server["runtime_dir"] / file
     if server["work_dir"] == AUTO:
         server["work_dir"] = here / environ.get("TMPDIR", "/tmp")
+    if server["cache_dir"] == AUTO:
+        found = _cache_dir(environ)
+        server["cache_dir"] = here / found if found else None
+
+
+def _cache_dir(environ: Mapping[str, str]) -> Path | None:
+    """Of a service its CacheDirectory (systemd.exec(5)), else in the user's cache (XDG Base Directory Specification,
+    where a path that is not absolute counts as none); none for a user without a home."""
+    if systemd := environ.get("CACHE_DIRECTORY"):
+        return Path(systemd.split(":")[0])
+    xdg = Path(environ.get("XDG_CACHE_HOME", ""))
+    if not xdg.is_absolute():
+        if not environ.get("HOME"):
+            return None
+        xdg = Path(environ["HOME"], ".cache")
+    return xdg / "prefork-serve" / "prepared"
 
 
 def _models(
@@ -249,6 +267,9 @@ def _check(config: Config) -> None:
             _refuse(name, sources, f"a socket path of at most {MAX_SOCKET_PATH} bytes", str(path))
     if config.server.unix == config.server.control:
         _refuse("server.unix", sources, "another path than server.control", str(config.server.unix))
+    metrics = config.telemetry.metrics_bind
+    if metrics and split_bind(metrics) == split_bind(config.server.bind) and split_bind(metrics)[1]:
+        _refuse("telemetry.metrics_bind", sources, "another address than server.bind", metrics)
     if not config.server.work_dir.is_dir() or not os.access(config.server.work_dir, os.W_OK | os.X_OK):
         _refuse("server.work_dir", sources, "a folder that can be written to", str(config.server.work_dir))
     for model in config.models:

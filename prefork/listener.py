@@ -74,14 +74,14 @@ def grow_tcp(like: socket.socket, backlog: int) -> socket.socket:
         raise ConfigError(f"listening socket for another slot: {e.strerror}") from None
 
 
-def open_unix(path: Path, backlog: int) -> socket.socket:
-    """A listening Unix socket, mode 0660. A dead server's socket file is replaced, a living one's is not.
+def open_unix(path: Path, backlog: int, mode: int = 0o660) -> socket.socket:
+    """A listening Unix socket of that `mode`. A dead server's socket file is replaced, a living one's is not.
 
     Raises ConfigError naming the path."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         _remove_dead(path)
-        before = os.umask(0o117)
+        before = os.umask(0o777 & ~mode)
         try:
             sock.bind(os.fspath(path))
         finally:

@@ -1,84 +1,234 @@
 """The loader: one process for one model file; it leaves a complete, checksummed segment or a reason.
 
-The master's side of it is generation.py. It may hold onnx and the quantization tools, which cost memory that nobody
-else should carry; it exits when the segment is published. Killed at any line it leaves at most its scratch directory,
-which the master removes.
+The master's side of it is generation.py. A model that the cache holds is copied from there, with the standard library
+alone; else preparation.py is imported, with onnx and the quantization tools, which cost time and memory that nobody
+else should carry. It exits when the segment is published and the cache is filled. Killed at any line it leaves at most
+its scratch directory, which the master removes, and a locked file of the cache, which the next loader removes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import socket
 import time
-import zipfile
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from prefork import cache_key
+from prefork.cache import Cache, CacheError, Damaged, Entry, locate, placeholder
 from prefork.channel import Channel
-from prefork.errors import ModelError
-from prefork.jobs import LoaderJob
-from prefork.model import pack
-from prefork.model.repository import read_model
-from prefork.shm import layout, room, writer
+from prefork.digests import Digests
+from prefork.errors import ModelError, SegmentError
+from prefork.jobs import MANIFEST, LoaderJob
+from prefork.log import Logger
+from prefork.shm import writer
 from prefork.shm.owner import segment_name
-from prefork.tensor import Array
+from prefork.shm.writer import SegmentWriter
+
+if TYPE_CHECKING:
+    from prefork.model.repository import Source
+
+# As long as the largest search may take in another process that prepares the same model.
+PATIENCE = 1800.0
 
 
 def main(channel: socket.socket, job: LoaderJob) -> int:
-    """Prepare, publish, report; the exit code. Raises PreforkError with the reason when that cannot be."""
+    """Do what the job's purpose says; the exit code. Raises PreforkError with the reason when that cannot be."""
     log = job.log.for_role("loader", model=job.model.name)
-    line = Channel(channel)
     os.environ["TMPDIR"] = str(job.work_dir)  # libraries that make scratch files make them where they are swept
-    began = time.monotonic()
-    source = read_model(job.model.path)
-    check = room.check_posix if job.kind == "posix" else room.check_sysv
-    check(pack.estimate(source))  # better now than after minutes of work
-    if job.only_check:
+    if job.purpose == "check":
+        from prefork import preparation
+
+        preparation.read(job)
         return 0
-    prepared = pack.prepare(
-        source,
-        name=job.model.name,
-        quantize=job.model.quantize,
-        work_dir=job.work_dir,
-        warmup=None if job.model.warmup is None else read_warmup(job.model.warmup),
-        progress=lambda text: log.info("preparing", step=text),
-    )
-    if job.kind == "posix":
-        name = segment_name(job.owner, job.generation, job.model.name)
-        graph = pack.relocate(prepared.graph, name, layout.FIRST_SECTION_OFFSET)
-    else:
-        graph = pack.embed_subgraphs(prepared.graph, prepared.weights)
-    manifest = replace(prepared.manifest, graph_bytes=len(graph)).to_json()
-    sections = [("weights", prepared.weights.stat().st_size), ("graph", len(graph)), ("manifest", len(manifest))]
-    with writer.create(job.kind, sections, job.owner, job.generation, job.model.name) as draft:
-        draft.fill("weights", prepared.weights)
-        draft.fill("graph", graph)
-        draft.fill("manifest", manifest)
-        ref = draft.publish()
-        line.send({"event": "done", "segment": ref.to_dict(), "report": report(job, prepared, began)})
-        line.wait()  # for the master to hold it; until then this process does
-    for note in prepared.manifest.notes:
-        log.info("note", text=note)
+    Loader(job, log, Channel(channel)).run()
     return 0
 
 
-def read_warmup(path: Path) -> dict[str, Array]:
-    """The arrays of an npz file by name. Raises ModelError naming the file."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
-    except (OSError, ValueError, zipfile.BadZipFile, AttributeError) as e:
-        raise ModelError(f"warm-up file {str(path)!r}: expected an npz of arrays: {e}") from None
+class Loader:
+    """One job; `run` is the only door."""
 
+    def __init__(self, job: LoaderJob, log: Logger, line: Channel) -> None:
+        self._job, self._log, self._line = job, log, line
+        self._began = time.monotonic()
+        self._cache = self._open_cache()
 
-def report(job: LoaderJob, prepared: pack.Prepared, began: float) -> dict[str, Any]:
-    """What the master keeps for people. `began`: monotonic seconds."""
-    return {
-        "form": prepared.manifest.form,
-        "source": str(job.model.path),
-        "notes": [note[:500] for note in prepared.manifest.notes[:20]],
-        "prepare_s": round(time.monotonic() - began, 3),
-    }
+    def run(self) -> None:
+        """Take the model from the cache, or prepare it and fill the cache."""
+        if self._cache is None:
+            self._make(self._read(), None, "")
+            return
+        with ExitStack() as locks:
+            self._run_cached(self._cache, Digests(self._cache.sources), locks)
+
+    def _run_cached(self, cache: Cache, digests: Digests, locks: ExitStack) -> None:
+        source, key = None, self._guess(digests)
+        while True:
+            if key and (self._hit(cache, key) or (self._wait(cache, key, locks) and self._hit(cache, key))):
+                return
+            source = source or self._read()
+            true = self._key_of(digests, source)
+            if true in (key, ""):
+                break
+            key = true  # it has external data that was not known of, or was replaced just now
+        self._make(source, cache if true else None, true)
+
+    # the cache
+
+    def _open_cache(self) -> Cache | None:
+        if self._job.cache is None:
+            return None
+        try:
+            return Cache(self._job.cache.folder, self._job.cache.limit, self._log)
+        except CacheError as e:
+            self._complain(e)
+            return None
+
+    def _complain(self, error: CacheError) -> None:
+        """A cache that cannot be used stops nobody but those who asked for nothing else."""
+        if self._job.purpose == "prepare":
+            raise error
+        self._log.warning("serving without the cache", reason=error.message)
+
+    def _wait(self, cache: Cache, key: str, locks: ExitStack) -> bool:
+        """Become the one who prepares it; whether that worked, and so another may have stored it meanwhile."""
+        try:
+            locks.enter_context(cache.lock(key, PATIENCE))
+        except CacheError as e:
+            self._complain(e)
+            return False
+        return True
+
+    def _guess(self, digests: Digests) -> str:
+        """The key as far as it is known without reading the model: its external data is what it once was seen to be."""
+        path = self._job.model.path
+        try:
+            main = digests.of(path)
+            parts = [digests.of(path.parent / name) for name in digests.parts(main)]
+            return self._key_from(digests, [main, *parts])
+        except OSError:
+            return ""  # reading it will say what is wrong
+
+    def _key_of(self, digests: Digests, source: Source) -> str:
+        """The key of the model as it was read; empty when a file has changed since."""
+        try:
+            main, *parts = [digests.of(path) for path, _ in source.files]
+            whole = hashlib.sha256("\n".join([main, *parts]).encode()).hexdigest() if parts else main
+            if whole != source.sha256:
+                return ""
+            if parts:
+                folder = self._job.model.path.parent
+                digests.remember_parts(main, [str(path.relative_to(folder)) for path, _ in source.files[1:]])
+            return self._key_from(digests, [main, *parts])
+        except OSError:
+            return ""
+
+    def _key_from(self, digests: Digests, files: list[str]) -> str:
+        given = cache_key.options(self._job.model, digests.of)
+        return cache_key.key(files, given, self._job.kind, cache_key.host())
+
+    def _hit(self, cache: Cache, key: str) -> bool:
+        """Whether the cache has it, and all is done."""
+        entry = cache.find(key)
+        if entry is None:
+            return False
+        with entry:
+            try:
+                self._use(entry)
+            except Damaged as e:
+                cache.remove(key, e)
+                return False
+        return True
+
+    def _use(self, entry: Entry) -> None:
+        """Raises Damaged before anything is published."""
+        job = self._job
+        manifest = self._named(entry.read("manifest"))
+        if job.purpose != "serve":
+            entry.verify()
+            self._leave(manifest, "cache")
+            return
+        graph = self._located(entry.read("graph"), entry.place)
+        weights = entry.section("weights")
+        with self._draft(weights.size, graph, manifest) as draft:
+            try:
+                found = draft.copy("weights", entry.fd, weights.offset)
+            except SegmentError as e:
+                raise Damaged(f"cache entry {entry.path}: {e.message}") from None
+            entry.check("weights", found)
+            self._publish(draft, graph, manifest, "cache")
+
+    # preparing
+
+    def _read(self) -> Source:
+        from prefork import preparation
+
+        return preparation.read(self._job)
+
+    def _make(self, source: Source, cache: Cache | None, key: str) -> None:
+        from prefork import preparation
+
+        place = placeholder()
+        made = preparation.prepare(self._job, source, place, self._progress)
+        if self._job.purpose == "serve":
+            graph = self._located(made.graph, place)
+            with self._draft(made.weights.stat().st_size, graph, made.manifest) as draft:
+                draft.fill("weights", made.weights)
+                self._publish(draft, graph, made.manifest, "file")
+        else:
+            self._leave(made.manifest, "file")
+        if cache is not None:
+            try:
+                cache.store(key, place, {"weights": made.weights, "graph": made.graph, "manifest": made.manifest})
+            except CacheError as e:
+                self._complain(e)
+        elif self._job.purpose == "prepare":
+            raise ModelError(f"model file {str(self._job.model.path)!r} changed while it was being prepared; try again")
+
+    def _progress(self, step: str) -> None:
+        done = getattr(step, "fraction", None)  # a report.Step knows how far it is
+        self._log.info("preparing", step=str(step), **({} if done is None else {"percent": round(done * 100)}))
+
+    def _leave(self, manifest: bytes, origin: str) -> None:
+        (self._job.work_dir / MANIFEST).write_bytes(manifest)
+        self._line.send({"event": "done", "report": self._report(json.loads(manifest), origin)})
+
+    # the segment
+
+    def _named(self, manifest: bytes) -> bytes:
+        """The manifest with the name and path that this server has for the model."""
+        return json.dumps(
+            {**json.loads(manifest), "model": self._job.model.name, "source": str(self._job.model.path)}
+        ).encode()
+
+    def _located(self, graph: bytes, place: str) -> bytes:
+        job = self._job
+        return locate(graph, place, segment_name(job.owner, job.generation, job.model.name))
+
+    def _draft(self, weights: int, graph: bytes, manifest: bytes) -> SegmentWriter:
+        job, sizes = self._job, [("weights", weights), ("graph", len(graph)), ("manifest", len(manifest))]
+        return writer.create(job.kind, sizes, job.owner, job.generation, job.model.name)
+
+    def _publish(self, draft: SegmentWriter, graph: bytes, manifest: bytes, origin: str) -> None:
+        """Fill what is left, publish, and stay until the master holds the segment: until then this process does."""
+        draft.fill("graph", graph)
+        draft.fill("manifest", manifest)
+        ref = draft.publish()
+        known = json.loads(manifest)
+        self._line.send({"event": "done", "segment": ref.to_dict(), "report": self._report(known, origin)})
+        self._line.wait()
+        for note in known["notes"]:
+            self._log.info("note", text=note)
+
+    def _report(self, manifest: Mapping[str, Any], origin: str) -> dict[str, Any]:
+        """What the master keeps for people. `origin`: where the prepared form came from, the file or the cache."""
+        return {
+            "form": manifest["form"],
+            "source": manifest["source"],
+            "origin": origin,
+            "notes": [note[:500] for note in manifest["notes"][:20]],
+            "prepare_s": round(time.monotonic() - self._began, 3),
+        }

@@ -8,6 +8,7 @@ that cannot be written is counted in `lost`. A signal handler must not log; it o
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -26,19 +27,31 @@ MAX_VALUE = 2800
 class _Sink:
     """Where the lines of all loggers made from one `setup` go; shared, so that `reopen` reaches each of them."""
 
-    __slots__ = ("fd", "json", "level", "lost", "path")
+    __slots__ = ("fd", "json", "level", "lost", "path", "pipe")
 
     def __init__(self, level: str, form: str, path: Path | None) -> None:
         self.level = LEVELS[level]
         self.json = form == "json"
         self.path = path
         self.fd = STDERR if path is None else _open(path)
+        self.pipe = path is None
         self.lost = 0
+
+    def _write(self, data: bytes) -> int:
+        """Not into a full pipe: whoever does not read our log must not stop us (RWF_NOWAIT, pwritev2(2))."""
+        if self.pipe:
+            try:
+                return os.pwritev(self.fd, [data], -1, os.RWF_NOWAIT)
+            except OSError as e:
+                if e.errno != errno.EOPNOTSUPP:
+                    raise
+                self.pipe = False
+        return os.write(self.fd, data)
 
     def write(self, line: str) -> None:
         data = line.encode("utf-8", "backslashreplace") + b"\n"
         try:
-            if os.write(self.fd, data) != len(data):
+            if self._write(data) != len(data):
                 self.lost += 1
         except OSError:  # EPIPE, ENOSPC, EAGAIN: whoever logs has better things to do
             self.lost += 1

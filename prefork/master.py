@@ -20,32 +20,26 @@ import selectors
 import signal
 import socket
 import time
-from contextlib import suppress
+from collections import deque
+from contextlib import ExitStack, suppress
 from typing import Any, Literal
 
 from prefork import child as children
-from prefork import control, cpus, listener, slots, status
+from prefork import control, cpus, status
 from prefork.child import Child
 from prefork.config import Config
 from prefork.control_server import ControlServer
 from prefork.errors import ConfigError, FailedPrecondition, InvalidArgument, PreforkError
+from prefork.fleet import MAX_SLOTS, Fleet
 from prefork.generation import Generation
 from prefork.house import House
-from prefork.jobs import WorkerJob
 from prefork.log import Logger, setup
 from prefork.notify import Notifier
 from prefork.shm import sweep
-from prefork.shm.scoreboard import Scoreboard
-from prefork.shm.words import WorkerState
-from prefork.slots import Slot
 
 State = Literal["loading", "starting", "ready", "stopping"]
 
-MAX_SLOTS = 1024  # lines of the scoreboard; a line is a few hundred bytes of untouched memory
-HEARTBEAT_LOOK = 1.0  # seconds between looks at the workers' ticks
-BOOT_TRIES = 3  # deaths without a reason, in a row and before any READY, that end the start
-KILL_MARGIN = 3.0  # seconds beyond graceful_timeout that a worker has to flush and leave
-QUICK = 2.0  # seconds that children have when the server stops at once
+LOOK = 1.0  # seconds between looks at what tells nobody when it is over
 HANDLED = ("TERM", "INT", "QUIT", "HUP", "USR1", "USR2", "TTIN", "TTOU", "CHLD", "WINCH")
 
 
@@ -66,106 +60,108 @@ class Master:
         self._config = config
         self._log = log
         self._state: State = "loading"
-        self._code = 0
         self._error: PreforkError | None = None
         self._children: dict[int, Child] = {}
-        self._slots: list[Slot] = []
-        self._restarts = 0
-        self._next_look = 0.0
-        self._kill_at: float | None = None
+        self._next_look = time.monotonic()
         self._notify = Notifier(os.environ)
         self._selector = selectors.DefaultSelector()
-        self._signals, self._signals_in = socket.socketpair()
+        self._signals: deque[int] = deque()
+        self._wake, self._wake_in = socket.socketpair()
 
     def run(self) -> int:
         """Open, loop, close. What goes wrong before READY is raised; later faults are logged and survived."""
-        house = self._house = House(self._config, self._log)
-        try:
-            self._open(house)
+        self._catch_signals()
+        with ExitStack() as stack:
+            self._house = House(self._config, self._log)
+            stack.callback(self._house.close)
+            self._open(stack)
+            stack.callback(self._kill_all)
             while self._state != "stopping" or self._children:
                 self._turn()
-        finally:
-            self._close()
+        signal.set_wakeup_fd(-1)
         if self._error is not None:
             raise self._error
         self._log.info("stopped")
-        return self._code
+        return 0
 
     # beginning and end
 
-    def _open(self, house: House) -> None:
-        config = self._config.server
+    def _open(self, stack: ExitStack) -> None:
+        config, house = self._config.server, self._house
         children.prctl(children.PR_SET_CHILD_SUBREAPER, 1)
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # children inherit it; nothing of ours uses select(2)
-        self._catch_signals()
         allowed = cpus.allowed()
         count = config.workers or allowed.count
-        self._scoreboard = Scoreboard.create(MAX_SLOTS)
-        sockets = listener.open_tcp(config.bind, count, config.backlog)
-        self._slots = [Slot(index, sock) for index, sock in enumerate(sockets)]
-        self._unix = listener.open_unix(config.unix, config.backlog) if config.unix else None
+        assert house.work is not None
+        self._fleet = Fleet(self._config, self._log, house.work, self._add, count)
+        stack.callback(self._fleet.close)
+        self._fleet.unix = house.unix
         self._control = ControlServer(house.control, self._selector, self._answer)
         self._generation = Generation(1, self._config.models, config.shm, house.owner, house.work, self._log)
+        stack.callback(self._generation.retire)
         self._log.info(
-            "starting", workers=count, cpus=allowed.reason, bind=listener.name_of(sockets[0]), unix=config.unix,
+            "starting", workers=count, cpus=allowed.reason, bind=self._fleet.address, unix=config.unix,
             runtime_dir=config.runtime_dir,
         )  # fmt: skip
         self._load()
 
     def _catch_signals(self) -> None:
-        for sock in (self._signals, self._signals_in):
+        for sock in (self._wake, self._wake_in):
             sock.setblocking(False)
-        signal.set_wakeup_fd(self._signals_in.fileno(), warn_on_full_buffer=False)
+        # the socket only wakes the loop and may be full; what was sent stands in the deque
+        signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
         for name in HANDLED:
-            signal.signal(getattr(signal, f"SIG{name}"), lambda number, frame: None)
-        self._selector.register(self._signals, selectors.EVENT_READ, self._take_signals)
+            signal.signal(getattr(signal, f"SIG{name}"), lambda number, frame: self._signals.append(number))
+        self._selector.register(self._wake, selectors.EVENT_READ, self._drain_wake)
 
-    def _close(self) -> None:
+    def _kill_all(self) -> None:
         for child in self._children.values():
             child.kill(signal.SIGKILL)
         for pid in list(self._children):
             with suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-        if hasattr(self, "_generation"):
-            self._generation.retire()
-        for slot in self._slots:
-            slot.listener.close()
-        self._house.close()
-        signal.set_wakeup_fd(-1)
 
     # the loop
 
     def _turn(self) -> None:
         for key, _ in self._selector.select(self._patience()):
-            key.data()
+            self._survive(key.data)
+        while self._signals:
+            self._signal(signal.Signals(self._signals.popleft()))
         now = time.monotonic()
         self._reap(now)
-        if self._state in ("starting", "ready"):
-            self._fill_slots(now)
-            self._guard(now)
+        if self._state in ("starting", "ready") and (error := self._fleet.tend(now)):
+            self._fail(error)
         if now >= self._next_look:
-            self._next_look = now + HEARTBEAT_LOOK
-            self._look_at_ticks(now)
+            # a master that was frozen itself gives its workers a second to tick
+            if now - self._next_look < LOOK:
+                self._survive(lambda: self._fleet.look(now))
             self._control.expire(now)
-        if self._kill_at is not None and now >= self._kill_at:
-            self._kill_at = now + QUICK
+            self._next_look = now + LOOK
             for child in self._children.values():
-                self._log.warning("killing", role=child.role, slot=child.slot, pid=child.pid)
-                child.kill(signal.SIGKILL)
+                if child.role != "worker" and child.kill_at is not None and now >= child.kill_at:
+                    child.kill(signal.SIGKILL)
+
+    def _survive(self, deed: Any) -> None:
+        """Before READY a fault ends the start; later one must not take everybody's workers along."""
+        try:
+            deed()
+        except Exception as e:
+            if self._state in ("loading", "starting"):
+                raise
+            self._log.crash("the master goes on after a fault", e)
 
     def _patience(self) -> float:
         moments = [self._next_look]
-        if self._kill_at is not None:
-            moments.append(self._kill_at)
-        if self._state in ("starting", "ready") and (moment := slots.next_due(self._slots)) is not None:
+        if self._state in ("starting", "ready") and (moment := self._fleet.next_due()) is not None:
             moments.append(moment)
         return max(0.0, min(moments) - time.monotonic())
 
-    def _take_signals(self) -> None:
+    def _drain_wake(self) -> None:
         with suppress(BlockingIOError):
-            for number in self._signals.recv(4096):
-                self._signal(signal.Signals(number))
+            while self._wake.recv(4096):
+                pass
 
     def _signal(self, number: signal.Signals) -> None:
         match number:
@@ -187,7 +183,7 @@ class Master:
     def _reap(self, now: float) -> None:
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, code = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:
@@ -198,18 +194,15 @@ class Master:
                 if not child.closed:  # a grandchild holds the other end
                     self._selector.unregister(child.channel)
                 child.channel.close()
-                self._left(child, status, now)
+                self._left(child, code, now)
 
     def _left(self, child: Child, code: int, now: float) -> None:
         if child.role == "loader":
             self._generation.loader_left(child, code)
             if self._state == "loading":
                 self._load()
-            return
-        slot = self._slots[child.slot]
-        if slot.child is child:
-            self._scoreboard.slot(slot.index).end()
-            self._worker_left(slot, child, code, now)
+        elif error := self._fleet.left(child, code, now, stopping=self._state == "stopping"):
+            self._fail(error)
 
     def _add(self, child: Child) -> None:
         self._children[child.pid] = child
@@ -223,121 +216,50 @@ class Master:
             child.said = message
             match message["event"]:
                 case "ready":
-                    child.ready_at = time.monotonic()
-                    self._worker_ready(self._slots[child.slot], child)
+                    if self._fleet.ready(child, time.monotonic()) and self._state == "starting":
+                        self._ready()
+                case "leaving" if self._state != "stopping":
+                    self._fleet.asks_to_leave(child, time.monotonic())
                 case "done" if self._state == "loading":
                     self._generation.published(child, message)
 
-    # loading
+    # starting
 
     def _load(self) -> None:
+        loader = None if self._generation.error else self._generation.load_next()
         if self._generation.error is not None:
             self._fail(self._generation.error)
-            return
-        loader = self._generation.load_next()
-        if loader is not None:
+        elif loader is not None:
             self._add(loader)
             self._notify.status(f"loading {self._generation.loading}")
-            return
-        self._state = "starting"
-        self._notify.status("starting workers")
+        else:
+            self._fleet.serve(self._generation.number, self._generation.models)
+            self._state = "starting"
+            self._notify.status("starting workers")
+
+    def _ready(self) -> None:
+        server = self._config.server
+        self._state = "ready"
+        self._log.info("READY", bind=self._fleet.address, unix=server.unix, control=server.control)
+        self._notify.ready(f"serving {', '.join(model.name for model in self._generation.models)}")
 
     def _fail(self, error: PreforkError) -> None:
         self._error = error
         self._stop("failed start", quick=True)
 
-    # workers
-
-    def _fill_slots(self, now: float) -> None:
-        for slot in slots.due(self._slots, now):
-            guarded = {other.index: other.listener for other in self._slots if other.guardian == slot.index}
-            job = WorkerJob(
-                self._log, self._config, slot.index, self._generation.number, tuple(self._generation.models),
-                {slot.index: slot.listener, **guarded}, self._unix, self._scoreboard, self._house.work.path,
-            )  # fmt: skip
-            try:
-                slot.child = children.spawn("worker", slot.index, self._generation.number, job, job.descriptors)
-            except OSError as e:
-                slot.left(now, f"fork: {e.strerror}", asked=False)
-                self._log.error("worker cannot be forked", slot=slot.index, error=e)
-                continue
-            self._add(slot.child)
-
-    def _worker_ready(self, slot: Slot, child: Child) -> None:
-        took = time.monotonic() - child.started
-        self._log.info("worker ready", slot=slot.index, pid=child.pid, seconds=round(took, 3))
-        if slot.guardian is not None:
-            guardian = self._slots[slot.guardian].child
-            if guardian is not None:
-                guardian.send({"command": "release", "slot": slot.index})
-            slot.guardian = None
-        if self._state == "starting" and all(other.ready for other in self._slots if other.wanted):
-            self._state = "ready"
-            bound = listener.name_of(self._slots[0].listener)
-            self._log.info("READY", bind=bound, unix=self._config.server.unix, control=self._config.server.control)
-            self._notify.ready(f"serving {', '.join(model.name for model in self._generation.models)}")
-
-    def _worker_left(self, slot: Slot, child: Child, code: int, now: float) -> None:
-        how = children.describe_exit(code)
-        said = child.said if child.said and child.said.get("event") == "failed" else None
-        reason = str(said["message"]) if said else how
-        asked = child.leaving or code == 0
-        slot.left(now, reason, asked=asked)
-        if slot.wanted and self._state != "stopping":
-            self._restarts += 1
-            self._log.warning("worker died", slot=slot.index, pid=child.pid, how=how, reason=reason)
-        else:
-            self._log.info("worker left", slot=slot.index, pid=child.pid, how=how)
-        if self._state == "starting" and (said or slot.failures >= BOOT_TRIES):
-            status_code = os.waitstatus_to_exitcode(code)
-            self._fail(status.boot_error(slot.index, reason, status_code))
-
-    def _guard(self, now: float) -> None:
-        for slot in slots.unguarded(self._slots, now):
-            guardian = slots.choose_guardian(self._slots)
-            if guardian is None or guardian.child is None:
-                return
-            message = {"command": "adopt", "slot": slot.index}
-            if guardian.child.send(message, [slot.listener.fileno()]):
-                slot.guardian = guardian.index
-
-    def _look_at_ticks(self, now: float) -> None:
-        timeout = self._config.server.worker_timeout
-        for slot in self._slots:
-            slot.settled(now)
-            if not timeout or not slot.ready or slot.child is None:
-                continue
-            reading = self._scoreboard.read(slot.index)
-            silent = now - reading.tick_ns * 1e-9
-            if reading.state is WorkerState.READY and silent > timeout:
-                self._log.error("worker stalled, killing it", slot=slot.index, pid=slot.child.pid, silent_s=silent)
-                slot.child.kill(signal.SIGKILL)
+    # scaling and stopping
 
     def _scale_by(self, step: int) -> None:
-        wanted = [slot for slot in self._slots if slot.wanted]
+        wanted = sum(slot.wanted for slot in self._fleet.slots)
         try:
-            self._scale_to(len(wanted) + step)
+            self._scale_to(wanted + step)
         except PreforkError as e:
             self._log.warning("scaling refused", reason=e)
 
     def _scale_to(self, count: int) -> None:
         if self._state == "stopping":
             raise FailedPrecondition("the server is stopping")
-        if not 1 <= count <= MAX_SLOTS:
-            raise InvalidArgument(f"workers: expected 1 to {MAX_SLOTS}, found {count}")
-        while len(self._slots) < count:
-            sock = listener.grow_tcp(self._slots[0].listener, self._config.server.backlog)
-            self._slots.append(Slot(len(self._slots), sock))
-        for slot in self._slots:
-            before, slot.wanted = slot.wanted, slot.index < count
-            if before and not slot.wanted and slot.child is not None:
-                slot.child.leaving = True
-                slot.child.send({"command": "retire"})
-            elif slot.wanted and not before:
-                slot.failures, slot.retry_at = 0, 0.0
-        self._log.info("scaled", workers=count)
-
-    # stopping
+        self._fleet.scale_to(count, time.monotonic())
 
     def _stop(self, why: str, *, quick: bool) -> None:
         again = self._state == "stopping"
@@ -346,27 +268,11 @@ class Master:
         self._log.info("stopping", why=why, quick=quick)
         self._state = "stopping"
         self._notify.stopping()
-        now = time.monotonic()
-        patience = QUICK if quick else self._config.server.graceful_timeout + KILL_MARGIN
-        self._kill_at = min(self._kill_at or now + patience, now + patience)
-        if not again:
-            for slot in self._slots:  # nobody may be left in the queue of a slot that has no worker just now
-                slot.wanted = slot.child is not None
-            self._guard(now)
-            self._house.unlink_sockets()
+        self._house.unlink_public()
         for child in self._children.values():
-            child.leaving = True
-            if child.role == "loader" or not child.send({"command": "quit" if quick else "shutdown"}):
+            if child.role == "loader":
                 child.kill(signal.SIGKILL)
-        if not again:
-            self._close_listeners()
-
-    def _close_listeners(self) -> None:
-        """The workers hold the last copies now, and close them after sweeping their queues."""
-        for slot in self._slots:
-            slot.listener.close()
-        if self._unix is not None:
-            self._unix.close()
+        self._fleet.stop(time.monotonic(), quick=quick, again=again)
 
     # control
 
@@ -388,10 +294,10 @@ class Master:
         raise InvalidArgument(f"command {request.command!r} is unknown; expected status, segments, scale or stop")
 
     def _status(self) -> dict[str, Any]:
-        bind = [] if self._state == "stopping" else [listener.name_of(self._slots[0].listener)]
+        bind = [] if self._state == "stopping" else [self._fleet.address]
         return {
-            **status.server(self._config, self._state, self._restarts, bind),
-            "workers": [status.worker_row(slot, self._scoreboard) for slot in self._slots],
+            **status.server(self._config, self._state, self._fleet.restarts, bind),
+            "workers": [status.worker_row(slot, self._fleet.board) for slot in self._fleet.slots],
             "models": [status.model_row(model, self._generation.number) for model in self._generation.models],
             "loading": self._generation.loading,
         }

@@ -157,7 +157,12 @@ def _bind(text: str) -> str:
     return text
 
 
+def _optional_bind(text: str) -> str:
+    return _bind(text) if text else ""
+
+
 BIND = Kind("host:port, [address]:port or :port", _bind)
+OPTIONAL_BIND = Kind(f'{BIND.expected}, or "" for none', _optional_bind)
 
 
 def _name(text: str) -> str:

@@ -5,7 +5,8 @@ Pure policy over plain values: no fork, no socket call, no clock of its own (cal
 | slot | child | guardian | meaning |
 |---|---|---|---|
 | wanted | none | any | to be spawned at `retry_at` |
-| wanted | starting or ready | none | normal life |
+| wanted | starting or ready | none | normal life; a worker that starts for long has its queue minded |
+| wanted | leaving | another slot | drains, and is replaced when it has left |
 | not wanted | leaving | another slot | retiring; new connections go to the guardian |
 | not wanted | none | another slot | retired; its socket stays open, so nobody in its queue is lost |
 """
@@ -39,6 +40,12 @@ class Slot:
     @property
     def ready(self) -> bool:
         return self.child is not None and self.child.ready_at is not None and not self.child.leaving
+
+    def unserved_for(self, now: float) -> float:
+        """Seconds that the queue has been waiting for a worker, or is going to."""
+        if self.child is None:
+            return self.retry_at - now
+        return GUARDED_DELAY if self.child.leaving else now - self.child.started
 
     def left(self, now: float, reason: str, *, asked: bool) -> None:
         """The slot's worker is gone; decides when the next one starts. `asked`: it was told to leave."""
@@ -76,13 +83,13 @@ def next_due(slots: list[Slot]) -> float | None:
 
 
 def unguarded(slots: list[Slot], now: float) -> list[Slot]:
-    """Slots whose queue nobody will serve for a while, and nobody minds yet."""
+    """Slots whose queue nobody serves for a while, and no ready worker minds yet."""
     return [
         slot
         for slot in slots
-        if slot.guardian is None
-        and not slot.ready
-        and (not slot.wanted or (slot.child is None and slot.retry_at - now >= GUARDED_DELAY))
+        if not slot.ready
+        and (slot.guardian is None or not slots[slot.guardian].ready)
+        and (not slot.wanted or slot.unserved_for(now) >= GUARDED_DELAY)
     ]
 
 

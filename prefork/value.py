@@ -143,6 +143,6 @@ def _take(name: str, kind: str, parts: dict[str, Array]) -> Value:
 
 def _take_sequence(name: str, kind: str, parts: dict[str, Array]) -> list[Array]:
     text = kind.removeprefix("sequence:")
-    if not text.isdecimal() or int(text) > len(parts):
+    if not text.isdecimal() or len(text) > 9 or int(text) > len(parts):
         raise InvalidArgument(f"value {name!r}: {kind!r} does not fit the {len(parts)} tensors given")
     return [_part(name, str(index), parts) for index in range(int(text))]

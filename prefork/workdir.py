@@ -37,10 +37,15 @@ class WorkDir:
         path.mkdir(mode=0o700)
         return path
 
+    def drop(self, name: str) -> None:
+        """Remove a loader's part, and what it left there."""
+        shutil.rmtree(self.path / name, ignore_errors=True)
+
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-        with suppress(OSError):
+        if self._fd >= 0:
             os.close(self._fd)
+            self._fd = -1
 
 
 def sweep(parent: Path) -> list[Path]:

@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import signal
 import socket
-import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import uvloop
 
 from prefork import attach
 from prefork.channel import Channel
-from prefork.codec.limits import Limits as WireLimits
-from prefork.errors import Unavailable
 from prefork.jobs import WorkerJob
 from prefork.serving import rpc
 from prefork.serving.admission import Admission
-from prefork.serving.costs import Costs
 from prefork.serving.lane import measure_hand_off
 from prefork.serving.scheduler import Scheduler
 from prefork.serving.service import Service
@@ -36,26 +35,31 @@ from prefork.shm.words import Stage, WorkerState
 TICK = 0.25  # seconds between heartbeats, far below any worker_timeout that makes sense
 AGE_TICKS = 4  # connections are looked over once in so many heartbeats
 GOAWAY_GRACE = 0.5  # seconds a told client has to close by itself before it is half-closed
+UNIX = -1  # in the place of a slot number
+LOOK = 0.05  # seconds between looks at what tells nobody when it is done, as a transport's buffer
 FLUSH = 0.5  # seconds the last answers have to leave when the server stops at once
 GC_THRESHOLD = 20_000  # requests make no cycles; frequent collections would only cost
 
 
 def main(channel: socket.socket, job: WorkerJob) -> int:
-    """Serve until told to leave; the exit code. Raises PreforkError when it cannot begin."""
-    log = job.log.for_role("worker", slot=job.slot)
-    slot = job.scoreboard.slot(job.slot)
-    slot.begin(os.getpid(), job.generation)
-    tempfile.tempdir = str(job.scratch)  # what a killed worker leaves there goes with the master
-    opened = attach.open_models(job.models, job.config.compute.threads)
-    costs, wire_limits = Costs(), WireLimits(job.config.limits.max_tensors, job.config.limits.max_dims)
-    for note in attach.warm(opened, costs, wire_limits):
-        log.warning("no warm-up", reason=note)
+    """Open the models in this process and serve them. Raises PreforkError when it cannot begin."""
+    job.scoreboard.slot(job.slot).begin(os.getpid(), job.generation)
+    ready = attach.make_ready(job.models, job.config, job.scratch)
+    for note in ready.notes:
+        job.log.for_role("worker", slot=job.slot).warning("no warm-up", reason=note)
     gc.collect()
     gc.freeze()
+    return run(channel, job, ready)
+
+
+def run(channel: socket.socket, job: WorkerJob, ready: attach.Ready) -> int:
+    """Serve models that are open and warm, until told to leave; the exit code. The way of a worker forked from the
+    template, which has opened them."""
+    job.scoreboard.slot(job.slot).begin(os.getpid(), job.generation)
+    Channel(channel).send({"event": "hello", "pid": os.getpid()})
     gc.set_threshold(GC_THRESHOLD, 20, 50)
     loop = uvloop.new_event_loop()
-    worker = Worker(loop, channel, job, opened, costs, wire_limits)
-    return loop.run_until_complete(worker.serve())
+    return loop.run_until_complete(Worker(loop, channel, job, ready).serve())
 
 
 class Worker:
@@ -66,10 +70,9 @@ class Worker:
         loop: asyncio.AbstractEventLoop,
         channel: socket.socket,
         job: WorkerJob,
-        opened: attach.Opened,
-        costs: Costs,
-        wire_limits: WireLimits,
+        ready: attach.Ready,
     ) -> None:
+        opened, costs, wire_limits = ready.opened, ready.costs, ready.wire_limits
         limits = job.config.limits
         self._loop = loop
         self._job = job
@@ -88,23 +91,27 @@ class Worker:
             words,
             job.config.compute.run_in,
             partial(self._slot.observe, int(Stage.COMPUTE)),
+            self._fault,
         )
         self._service = Service(opened.sessions, version, limits, wire_limits, self._scheduler, words, self._fault)
-        self._listening: dict[int, tuple[socket.socket, asyncio.AbstractServer]] = {}
+        self._listening: dict[int, tuple[socket.socket, asyncio.AbstractServer | None]] = {}
         self._leave: asyncio.Future[str] = loop.create_future()
         self._ticks = 0
         self._progress = (0, 0)
+        self._end = math.inf  # when to stop waiting for anybody
 
     async def serve(self) -> int:
         """Listen, say READY, serve, drain."""
         self._costs.set_hand_off(await measure_hand_off(self._loop))
-        self._loop.add_signal_handler(signal.SIGTERM, self._ask, "retire")
+        # the master knows where our queue goes, and tells us to go when it has gone there
+        self._loop.add_signal_handler(signal.SIGTERM, self._channel.send, {"event": "leaving"})
+        self._loop.set_exception_handler(self._loop_fault)
         self._loop.add_signal_handler(signal.SIGUSR1, self._log.reopen)
         self._loop.add_reader(self._channel.fileno(), self._hear)
-        for index, sock in self._job.listeners.items():
-            await self._listen(index, sock)
-        if self._job.unix is not None:
-            await self._listen(-1, self._job.unix)
+        sockets = {**self._job.listeners, **({UNIX: self._job.unix} if self._job.unix is not None else {})}
+        for index, sock in sockets.items():
+            if task := self._adopt(index, sock):
+                await task
         self._beat()
         self._slot.move(WorkerState.READY)
         self._channel.send({"event": "ready"})
@@ -121,8 +128,7 @@ class Worker:
         for message, fds in self._channel.receive():
             match message.get("command"):
                 case "adopt":
-                    adopted = socket.socket(fileno=fds[0])
-                    self._loop.create_task(self._listen(int(message["slot"]), adopted))
+                    self._adopt(int(message["slot"]), socket.socket(fileno=fds[0]))
                 case "release":
                     self._deafen(int(message["slot"]))
                 case "reopen":
@@ -136,59 +142,76 @@ class Worker:
         if not self._leave.done():
             self._leave.set_result(how)
         elif how == "quit":
-            self._service.changed.set()
-            for client in list(self._service.clients):
-                client.abort(Unavailable("the server is stopping"))
+            self._quit()
 
     def _fault(self, error: Exception) -> None:
         self._log.crash("request failed inside the server", error)
 
+    def _loop_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, Exception):
+            self._log.crash(str(context.get("message", "fault in the loop")), error)
+        else:
+            self._log.error(str(context.get("message", "fault in the loop")))
+
     # listening
 
+    def _adopt(self, index: int, sock: socket.socket) -> asyncio.Task[None] | None:
+        """Take a listening socket; ours from this moment, whatever comes before the loop listens on it."""
+        if index in self._listening:
+            sock.close()
+            return None
+        self._listening[index] = (sock, None)
+        return self._loop.create_task(self._listen(index, sock))
+
     async def _listen(self, index: int, sock: socket.socket) -> None:
-        make = rpc.factory(self._service, self._loop)
-        if index in self._listening or self._leave.done():
-            return
+        make, backlog = rpc.factory(self._service, self._loop), self._job.config.server.backlog
         dup = sock.dup()  # the loop closes what it is given; the sweep at the end needs one more
+        server: asyncio.AbstractServer
         if sock.family == socket.AF_UNIX:
-            server = await self._loop.create_unix_server(make, sock=dup, backlog=self._job.config.server.backlog)
+            server = await self._loop.create_unix_server(make, sock=dup, backlog=backlog)
         else:
-            server = await self._loop.create_server(make, sock=dup, backlog=self._job.config.server.backlog)
-        self._listening[index] = (sock, server)
+            server = await self._loop.create_server(make, sock=dup, backlog=backlog)
+        if self._listening.get(index) == (sock, None):
+            self._listening[index] = (sock, server)
+        else:  # released or swept meanwhile
+            server.close()
 
     def _deafen(self, index: int) -> None:
         if found := self._listening.pop(index, None):
             sock, server = found
-            server.close()
+            if server is not None:
+                server.close()
             sock.close()
 
     async def _sweep(self) -> None:
         """Take the connections that still wait in the queues, to tell them that the server goes."""
+        make = rpc.factory(self._service, self._loop)
         for index, (sock, server) in list(self._listening.items()):
-            server.close()
+            if server is not None:
+                server.close()
             sock.setblocking(False)
             with suppress(OSError):
                 while True:
                     accepted, _ = sock.accept()
-                    await self._loop.connect_accepted_socket(rpc.factory(self._service, self._loop), accepted)
-            self._listening.pop(index)
+                    await self._loop.connect_accepted_socket(make, accepted)
+            self._listening.pop(index, None)
             sock.close()
 
     # the heart
 
     def _beat(self) -> None:
         """Tick, unless the compute lane has been in one run since the last beat: the tick speaks for both threads."""
+        self._loop.call_later(TICK, self._beat)  # first, for whatever goes wrong below must not stop the heart
         progress = self._scheduler.progress
-        if progress != self._progress or progress[1] == 0:
+        if progress[0] != self._progress[0] or progress[1] == 0:
             self._slot.tick()
         self._progress = progress
         self._count()
         self._service.now = time.monotonic()
         self._ticks += 1
         if self._ticks % AGE_TICKS == 0:
-            for client in list(self._service.clients):
-                client.check_age(self._service.now)
-        self._loop.call_later(TICK, self._beat)
+            self._service.look()
 
     def _count(self) -> None:
         """Take to the scoreboard what need not be there at every request."""
@@ -205,33 +228,34 @@ class Worker:
 
     async def _drain(self, how: str) -> None:
         """retire: others take the sockets. shutdown: the server goes, so the queues are swept. quit: at once."""
-        service = self._service
         if how == "retire":
             for index in list(self._listening):
                 self._deafen(index)
-        service.drain()
+        self._service.drain()
         if how != "retire":
             await self._sweep()
+        if how == "quit":
+            self._quit()
         end = time.monotonic() + self._job.config.server.graceful_timeout
-        if how != "quit":
-            await self._until_idle(end)
-            self._scheduler.close()
-            await self._until_empty(time.monotonic() + GOAWAY_GRACE)
-            for client in list(service.clients):
-                client.stop()
-        for client in list(service.clients) if how == "quit" else []:
-            client.abort(Unavailable("the server is stopping"))
-        await self._until_empty(time.monotonic() + FLUSH)
+        await self._until(end, lambda: not self._scheduler.held)
+        self._scheduler.close()
+        await self._until(end, lambda: not self._service.unsent)
+        await self._until(time.monotonic() + GOAWAY_GRACE, lambda: not self._service.clients)
+        for client in list(self._service.clients):
+            client.stop()
+        await self._until(time.monotonic() + FLUSH, lambda: not self._service.clients)
 
-    async def _until_idle(self, end: float) -> None:
-        while self._scheduler.held and time.monotonic() < end:
-            await self._change(end)
+    def _quit(self) -> None:
+        """Answer all that is in flight and let it leave; what the lane is in is not waited for."""
+        self._end = time.monotonic() + FLUSH
+        for client in list(self._service.clients):
+            client.abort("the server is stopping")
+        self._service.changed.set()
 
-    async def _until_empty(self, end: float) -> None:
-        while self._service.clients and time.monotonic() < end:
-            await self._change(end)
-
-    async def _change(self, end: float) -> None:
-        self._service.changed.clear()
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._service.changed.wait(), max(0.0, end - time.monotonic()))
+    async def _until(self, end: float, done: Callable[[], bool]) -> None:
+        """Wait for `done`, till `end` or the end of everything at most."""
+        changed = self._service.changed
+        while not done() and (left := min(end, self._end) - time.monotonic()) > 0:
+            changed.clear()
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(changed.wait(), min(left, LOOK))

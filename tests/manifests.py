@@ -6,7 +6,8 @@ import onnx
 import onnxruntime
 
 from prefork.model import signature
-from prefork.model.manifest import Cpu, ExternalTensor, Manifest, Warmup
+from prefork.model.manifest import ExternalTensor, Manifest, Warmup
+from prefork.model.processor import Cpu
 
 
 def manifest_of(

@@ -52,7 +52,14 @@ def test_refusals_are_one_line_and_exit_78(args: list[str], said: str) -> None:
 
 
 def test_every_key_has_a_flag_that_reaches_it(tmp_path: Path) -> None:
-    texts = {"bind": ":1", "shm": "sysv", "run_in": "thread", "log_level": "error", "log_format": "json"}
+    texts = {
+        "bind": ":1",
+        "metrics_bind": ":2",
+        "shm": "sysv",
+        "run_in": "thread",
+        "log_level": "error",
+        "log_format": "json",
+    }
     argv, expected = [], {}
     for entry in entries():
         text = texts.get(entry.flat, str(tmp_path) if "PATH" in str(entry.key.kind.expected).upper() else "2048")

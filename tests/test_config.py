@@ -72,7 +72,7 @@ def test_spellings_of_keys_are_unique() -> None:
 
 def test_defaults() -> None:
     config = load({}, {"TMPDIR": "/tmp"})
-    assert config.server.bind == "127.0.0.1:7070"
+    assert (config.server.bind, config.telemetry.metrics_bind) == ("127.0.0.1:7070", "")
     assert (config.limits.max_frame_bytes, config.limits.max_in_flight_bytes) == (64 * MIB, 256 * MIB)
     assert [model.name for model in config.models] == ["digits"]
     assert config.models[0].path.is_file()
@@ -155,6 +155,8 @@ def test_models_of_the_later_layer_replace_the_others(tmp_path: Path, model: Pat
         ({"max_frame_bytes": "2GiB"}, {}, "(--max-frame-bytes): expected at most max_in_flight_bytes"),
         ({"runtime_dir": "/" + "x" * 100}, {}, "server.unix (default): expected a socket path of at most 107 bytes"),
         ({"unix": "/s", "control": "/s"}, {}, "server.unix (--unix): expected another path than server.control"),
+        ({"metrics_bind": "7071"}, {}, 'expected host:port, [address]:port or :port, or "" for none, found \'7071\''),
+        ({"bind": "h:1", "metrics_bind": "h:1"}, {}, "(--metrics-bind): expected another address than server.bind"),
         ({"work_dir": "/nowhere"}, {}, "server.work_dir (--work-dir): expected a folder that can be written to"),
         ({"quantize": "int4"}, {}, "models.quantize (--quantize): expected none or int8, found 'int4'"),
     ],
@@ -203,6 +205,11 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 
 def test_variables_of_the_tests_are_left_alone() -> None:
     assert load({}, {"PREFORK_TEST_MODELS": "/x", "OTHER": "y"}).server.workers == 0
+
+
+def test_two_ports_of_the_kernels_choice_may_share_an_address() -> None:
+    config = load({"bind": "127.0.0.1:0", "metrics_bind": "127.0.0.1:0"}, {})
+    assert config.server.bind == config.telemetry.metrics_bind == "127.0.0.1:0"
 
 
 def test_effective_configuration_reads_back_the_same(tmp_path: Path, model: Path) -> None:

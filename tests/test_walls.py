@@ -20,7 +20,7 @@ LEAVES = {"errors", "log", "options", "config"}
 BOTH_SIDES = {"channel", "jobs"}
 MASTER = {
     *LEAVES, *BOTH_SIDES, "notify", "cpus", "listener", "control", "shm",
-    "child", "slots", "generation", "house", "status", "control_server", "workdir",
+    "child", "slots", "generation", "house", "status", "control_server", "workdir", "reporting",
 }  # fmt: skip
 SERVING = {"errors", "tensor", "value", "codec", "model.session", "observe", "shm.scoreboard", "shm.words", "shm.arena"}
 WORKER = {*LEAVES, *BOTH_SIDES, "attach", "shm", "serving", "codec", "value", "tensor", "model.session",
@@ -47,16 +47,25 @@ WALLS: dict[str, set[str]] = {
     "client": {"errors", "tensor", "value", "codec"},
     "serving": SERVING,
     "jobs": {"config", "log", "shm"},
-    "loader": {*LEAVES, *BOTH_SIDES, "tensor", "shm", "model"},
+    "loader": {*LEAVES, *BOTH_SIDES, "shm", "cache", "cache_key", "digests", "preparation"},
+    "preparation": {*LEAVES, *BOTH_SIDES, "tensor", "shm", "model"},
+    "cache": {"errors", "log", "shm.layout"},
+    "cache_key": {"config", "cache", "model.processor", "model.version", "shm.layout"},
+    "digests": set(),
+    "ahead": MASTER,
+    "reportview": {"ctlview", "model.report"},
     "worker": WORKER,
     "attach": WORKER,
     "template": WORKER,
+    "observe": {"errors", "shm.masterpage", "shm.scoreboard", "shm.words"},
+    "telemetry": {"config", "errors", "log", *BOTH_SIDES, "shm", "observe"},
     **dict.fromkeys(
-        ("master", "child", "slots", "generation", "house", "status", "control_server", "workdir", "check"), MASTER
+        ("master", "child", "slots", "generation", "house", "status", "control_server", "workdir", "reporting", "check"),
+        MASTER,
     ),
-    "cli": {"errors", "options", "config", "layers", "effective", "check", "master"},
+    "cli": {"errors", "options", "config", "layers", "effective", "check", "ahead", "reportview", "master"},
     "__main__": {"cli"},
-    "ctl": {"errors", "layers", "control", "ctlview", "ctlinfer", "shm.sweep"},
+    "ctl": {"errors", "layers", "control", "ctlview", "ctlinfer", "reportview", "shm.sweep", "shm.segment"},
     "ctlinfer": {"errors", "tensor", "value", "client", "codec.message"},
 }
 # What of others' a room may never import, also inside a function.
@@ -72,6 +81,9 @@ NEVER: dict[str, set[str]] = {
     "worker": {"onnx"},
     "attach": {"onnx"},
     "template": {"onnx", "uvloop", "asyncio"},
+    "loader": NUMERIC,
+    "telemetry": NUMERIC - {"prometheus_client"},
+    "observe": (NUMERIC | {"socket"}) - {"prometheus_client"},
     "options": {"os", "socket"},
     "ctlview": {"os", "socket"},
 }
@@ -79,7 +91,12 @@ NEVER: dict[str, set[str]] = {
 REACH = {
     "master": NUMERIC,
     "check": NUMERIC,
-    "worker": {"onnx", "sklearn"},
+    "ahead": NUMERIC,
+    "reportview": NUMERIC,
+    "cache_key": NUMERIC,
+    "digests": NUMERIC,
+    "worker": {"onnx", "sklearn", "prometheus_client"},
+    "telemetry": NUMERIC - {"prometheus_client"},
     "client": {"onnx", "onnxruntime"},
 }
 ONLY_DYNAMIC_IMPORT = "child"
@@ -172,7 +189,8 @@ def test_imports_stay_within_the_walls(name: str) -> None:
 
 
 def test_nobody_imports_the_entry_points() -> None:
-    doors = {"cli": {"__main__"}, "master": {"cli"}, "ctl": set(), "worker": set(), "loader": set(), "template": set()}
+    doors = {"cli": {"__main__"}, "master": {"cli"}, "ctl": set(), "worker": set(), "loader": set(), "template": set(),
+             "telemetry": set()}  # fmt: skip
     for door, may in doors.items():
         assert {name for name, module in MODULES.items() if door in module.ours} <= may, door
 

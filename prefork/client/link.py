@@ -114,7 +114,12 @@ class Link:
                 cancels, self._outbox = self._outbox, b""
             if cancels:
                 parts.insert(0, cancels)
-            self._write(parts, deadline)
+            try:
+                self._write(parts, deadline)
+            except DeadlineExceeded:
+                with self._state:  # they were not sent, unless the connection ended with them
+                    self._outbox = cancels + self._outbox
+                raise
         finally:
             self._writing.release()
 

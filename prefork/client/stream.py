@@ -70,6 +70,8 @@ class Stream(asyncio.Protocol):
         """In a forked child: put /dev/null in the place of the descriptor. Closing the transport instead would take the
         parent's connection out of the event loop's epoll set, which both processes share."""
         sock = self._connected().get_extra_info("socket")
+        if sock is None or sock.fileno() < 0:  # it had ended before the fork
+            return
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         os.dup2(null, sock.fileno(), inheritable=False)
         os.close(null)

@@ -98,6 +98,11 @@ class FrameReader:
         """Bytes held."""
         return len(self._head) + (len(self._body) if self.partial is not None else 0)
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a frame has begun and not ended; also one whose body is skipped."""
+        return bool(self._head or self._skip) or self.partial is not None
+
     def receive(self, data: Buffer) -> list[Event]:
         """The frames that `data` completes, in order; look at `error` after each call.
 

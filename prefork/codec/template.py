@@ -74,7 +74,8 @@ class Templates:
         if tries >= TRIES or key[1] > LARGEST or (not tries and len(self._tries) >= MOST):
             return request
         self._tries[key] = tries + 1
-        if type(body) is bytes and all(tensor.dtype in PLAIN and len(tensor.data) for tensor in request.inputs):
+        body = bytes(body)
+        if all(tensor.dtype in PLAIN and len(tensor.data) for tensor in request.inputs):
             low, high = (codec.encode_infer_request(_filled(request, byte)) for byte in (b"\0", b"\xff"))
             if template := _template(request, body, low, high):
                 self._known[key] = template

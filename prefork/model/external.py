@@ -31,6 +31,13 @@ def nodes(model: ModelProto) -> Iterator[NodeProto]:
         yield from _nodes(function.node)
 
 
+def inner_nodes(node: NodeProto) -> Iterator[NodeProto]:
+    """Every node of the graphs inside `node`."""
+    for attribute in node.attribute:
+        for graph in _subgraphs(attribute):
+            yield from _nodes(graph.node)
+
+
 def _nodes(run: Iterable[NodeProto]) -> Iterator[NodeProto]:
     for node in run:
         yield node
@@ -193,6 +200,28 @@ def shift_packed(value: str, offset: int) -> str:
     except ValueError:
         raise ModelError(f"pre-packed weights: {value[:80]!r} is not of the form key|offset;length;checksum") from None
     return "|".join([key, *(f"{at};{size};{rest}" for at, size, rest in moved)])
+
+
+def without_empty_packed(graph: bytes) -> bytes:
+    """The serialized model `graph` without the pre-packed copies that have an empty part.
+
+    onnxruntime writes such for depthwise QLinearConv and refuses to read them; a kernel without its copy packs anew."""
+    if PREPACKED.encode() not in graph:
+        return graph
+    model, changed = parse(graph), False
+    for tensor in tensors(model):
+        kept = [e for e in tensor.external_data if not (e.key.startswith(PREPACKED) and _has_empty_part(e.value))]
+        if len(kept) < len(tensor.external_data):
+            entries = [(e.key, e.value) for e in kept]
+            del tensor.external_data[:]
+            for key, value in entries:
+                tensor.external_data.add(key=key, value=value)
+            changed = True
+    return model.SerializeToString() if changed else graph
+
+
+def _has_empty_part(value: str) -> bool:
+    return any(blob.split(";")[1:2] == ["0"] for blob in value.split("|")[1:])
 
 
 def parse(data: bytes) -> ModelProto:

@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_typ
 import orjson
 
 from prefork.errors import SegmentCorrupt
+from prefork.model.processor import Cpu
+from prefork.model.version import FORMAT
 from prefork.tensor import BY_ONNX, DTYPES
-
-FORMAT = 1
 
 Kind: TypeAlias = Literal["tensor", "sequence", "map", "maps"]
 Dim: TypeAlias = int | str | None
@@ -94,16 +94,6 @@ class Warmup:
     inputs: tuple[WarmupInput, ...]
     digest: str | None = None
     dims: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Cpu:
-    """The processor the model was prepared on; `flags_sha256` is over its sorted feature flags."""
-
-    vendor: str
-    model: str
-    flags_sha256: str
-    vnni: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,20 +7,24 @@ with bit-identical outputs, where ORT_ENABLE_EXTENDED leaves convolutional model
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnxruntime as ort
 
-from prefork.errors import ModelError
+from prefork.errors import ModelError, SegmentFull
 from prefork.model import external
 from prefork.model.repository import Source
 
 MIN_EXTERNAL_BYTES = 1024  # below it a private copy costs less than a mapping of its own
 FATAL = 4  # our errors carry what onnxruntime would log
 PROVIDERS = ["CPUExecutionProvider"]
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,25 @@ def _open(model: str | bytes, chosen: ort.SessionOptions) -> ort.InferenceSessio
         raise ModelError(reason(e)) from None
 
 
+def check_room(folder: Path, nbytes: int) -> None:
+    """Raises SegmentFull when `folder` cannot take `nbytes` more: a full disk, a quota, or ulimit -f."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, max(nbytes, 1))
+    except OSError as e:
+        if e.errno not in FULL:
+            raise
+        raise no_room(folder, e, nbytes) from None
+
+
+def no_room(folder: Path, error: OSError, nbytes: int) -> SegmentFull:
+    """What an error of FULL means for a preparation in `folder` that takes about `nbytes`."""
+    return SegmentFull(
+        f"no room to prepare the model, which takes about {nbytes} bytes in {str(folder)!r}: {error.strerror}; free "
+        "some, raise the quota or ulimit -f, or give another work_dir"
+    )
+
+
 def write(source: Path, folder: Path, stem: str, note: Callable[[str], None]) -> tuple[ort.InferenceSession, Saved]:
     """Optimise `source` fully and save it as `stem`.onnx and `stem`.bin in `folder`, by the best way that works; a
     `note` says when that is not the first. Raises ModelError when onnxruntime cannot open the model at all."""
@@ -94,6 +117,8 @@ def write(source: Path, folder: Path, stem: str, note: Callable[[str], None]) ->
             if not packed:
                 note(f"weights are not pre-packed: onnxruntime would not save them ({refusals[0]})")
             data.touch()
+            if packed:
+                saved.graph.write_bytes(external.without_empty_packed(saved.graph.read_bytes()))
             return session, saved
     session = open_file(source, ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
     note(f"the graph is as in the file: onnxruntime would not save it optimised ({refusals[-1]})")

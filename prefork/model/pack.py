@@ -20,20 +20,24 @@ from onnx import ModelProto
 
 from prefork.errors import ModelError
 from prefork.model import external, optimize, probe, signature
+from prefork.model.auto import find_form
+from prefork.model.evaluate import cosine
 from prefork.model.external import embed_subgraphs, relocate
+from prefork.model.gate import Gate
 from prefork.model.manifest import Manifest
 from prefork.model.opening import Mapped, Opened
 from prefork.model.processor import processor
 from prefork.model.quantize import FORMS, Form
 from prefork.model.repository import Source, segment_bytes
 from prefork.model.session import Session
+from prefork.model.trial import Trial, run
 from prefork.model.warmup import digest
-from prefork.tensor import Array, Tensor
-from prefork.value import Parameter, Value, flatten, unflatten
+from prefork.tensor import Array
 
-__all__ = ["Prepared", "embed_subgraphs", "estimate", "prepare", "relocate"]
+__all__ = ["Gate", "Prepared", "cosine", "embed_subgraphs", "estimate", "prepare", "relocate"]
 
 WEIGHTS = "weights.bin"
+AUTO = "auto"
 CLOSE = 0.99  # a smaller cosine to fp32 deserves a word
 
 
@@ -56,22 +60,33 @@ def prepare(
     *,
     name: str,
     quantize: str = "none",
+    gate: Gate | None = None,
     work_dir: Path,
     warmup: Mapping[str, Array] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Prepared:
     """Optimise, quantize when asked, pack, and prove that the packed model answers as the one that was packed.
 
-    `quantize`: a key of FORMS. `warmup`: inputs that run, by name. `progress` gets a word at each step. `work_dir` is
-    on a disk with room for the estimate, and for the model again when quantizing; afterwards it holds `weights` and
-    nothing else of ours, and after an error nothing. Raises ModelError."""
-    if quantize not in FORMS:
-        raise ModelError(f"quantize: expected one of {', '.join(FORMS)}, found {quantize!r}")
-    with tempfile.TemporaryDirectory(prefix="prepare-", dir=work_dir) as scratch:
-        job = Job(source, name, quantize, Path(scratch), progress)
-        prepared = job.run(warmup)
-        source.check_unchanged()
-        weights = prepared.weights.rename(work_dir / WEIGHTS)
+    `quantize`: a key of FORMS, or auto: the fastest form that passes `gate`. `warmup`: inputs that run, by name.
+    `progress` gets a word at each step, a report.Step where it is known how far that is. `work_dir` is on a disk with
+    room for the estimate, and for the model again when quantizing (auto: for both once more); afterwards it holds
+    `weights` and nothing else of ours, and after an error nothing. Raises ModelError, SegmentFull without the room."""
+    if quantize not in (*FORMS, AUTO):
+        raise ModelError(f"quantize: expected one of {', '.join(FORMS)}, {AUTO}, found {quantize!r}")
+    needed = estimate(source) + (0 if quantize == "none" else source.nbytes)
+    if quantize == AUTO:  # fp32 to compare with, the folded model, and one candidate with its weights packed
+        needed += estimate(source) + source.nbytes
+    try:
+        optimize.check_room(work_dir, needed)
+        with tempfile.TemporaryDirectory(prefix="prepare-", dir=work_dir) as scratch:
+            job = Job(source, name, quantize, Path(scratch), progress, gate or Gate())
+            prepared = job.run(warmup)
+            source.check_unchanged()
+            weights = prepared.weights.rename(work_dir / WEIGHTS)
+    except OSError as e:
+        if e.errno not in optimize.FULL:
+            raise
+        raise optimize.no_room(work_dir, e, needed) from None
     return replace(prepared, weights=weights)
 
 
@@ -82,15 +97,19 @@ class Unopenable(ModelError):
 class Job:
     """One preparation: its notes and timings."""
 
-    def __init__(self, source: Source, name: str, quantize: str, folder: Path, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self, source: Source, name: str, quantize: str, folder: Path, progress: Callable[[str], None], gate: Gate
+    ) -> None:
         self._source, self._name, self._quantize, self._folder = source, name, quantize, folder
-        self._progress = progress
+        self._progress, self._gate = progress, gate
+        self._found: dict[str, Any] = {}
         self._notes: list[str] = []
         self._seconds: dict[str, float] = {}
         self._begun = perf_counter()
 
     def run(self, warmup: Mapping[str, Array] | None) -> Prepared:
-        form, writer, saved = self._optimise(self._form(self._quantize))
+        chosen = self._search(warmup) if self._quantize == AUTO else self._form(self._quantize)
+        form, writer, saved = self._optimise(chosen)
         try:
             return self._finish(form, writer, saved, warmup)
         except Unopenable as e:
@@ -114,7 +133,7 @@ class Job:
             self._compare(manifest, found)
         weights = saved.data.rename(self._folder / WEIGHTS)
         graph = external.relocate(graph, WEIGHTS, 0)
-        report = {**manifest.report, "seconds": self._seconds, "tries": found.tries if found else 0}
+        report = {**manifest.report, **self._found, "seconds": self._seconds, "tries": found.tries if found else 0}
         manifest = replace(manifest, graph_bytes=len(graph), notes=tuple(self._notes), report=report)
         return Prepared(manifest, graph, weights)
 
@@ -127,6 +146,22 @@ class Job:
         self._lap("form")
         return form
 
+    def _search(self, warmup: Mapping[str, Array] | None) -> Form:
+        found = find_form(self._source, self._folder, self._gate, warmup, self._trial, self._progress)
+        self._found = {"gate": found.report}
+        self._notes.append(f"quantize auto chose {found.report['choice']}: {found.report['reason']}")
+        self._lap("search")
+        return found.form or self._form("none")
+
+    def _trial(self, form: Form) -> Trial:
+        """The form opened as a worker would; its files are gone, and their memory goes with the session."""
+        _, saved = optimize.write(form.path, self._folder, "trial", lambda _: None)
+        graph, nbytes = saved.graph.read_bytes(), saved.graph.stat().st_size + saved.data.stat().st_size
+        session = Session.open(self._manifest(form, saved, external.parse(graph)), graph, Mapped(str(self._folder)))
+        saved.graph.unlink()
+        saved.data.unlink()
+        return Trial(session, nbytes)
+
     def _optimise(self, form: Form) -> tuple[Form, ort.InferenceSession, optimize.Saved]:
         self._progress("optimising")
         try:
@@ -138,6 +173,8 @@ class Job:
             return self._optimise(self._form("none"))
         if self._source.complaint:
             self._notes.append(f"the ONNX checker objects, onnxruntime does not: {self._source.complaint}")
+        if not saved.packed:  # a disk that filled up is no reason for a form that costs every worker memory
+            optimize.check_room(self._folder, max(0, estimate(self._source) - saved.data.stat().st_size))
         self._notes.extend(form.notes)
         self._lap("optimise")
         return form if saved.optimized else replace(form, name="as-is"), writer, saved
@@ -225,23 +262,6 @@ class Job:
             name = min(low, key=lambda key: low[key])
             self._notes.append(f"on the warm-up inputs int8 differs from fp32: cosine {low[name]} of output {name!r}")
         self._lap("compare")
-
-
-def run(session: Session, feeds: Mapping[str, Value]) -> list[Value]:
-    """All outputs of one run, in the model's order; raises as Session.run."""
-    tensors: list[Tensor] = []
-    parameters: dict[str, Parameter] = {}
-    for name, value in feeds.items():
-        flatten(name, value, tensors, parameters)
-    values = unflatten(*session.run(tensors, (), parameters))
-    return [values[spec.name] for spec in session.outputs]
-
-
-def cosine(ours: Array, theirs: Array) -> float:
-    """Of the two arrays as vectors; 1 for two of zeros."""
-    a, b = ours.astype(np.float64).ravel(), theirs.astype(np.float64).ravel()
-    lengths = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return float(a @ b) / lengths if lengths else float(np.array_equal(a, b))
 
 
 def _ops(model: ModelProto) -> dict[str, Any]:

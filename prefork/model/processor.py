@@ -1,14 +1,26 @@
-"""The processor a model is prepared on. Loader's side, and whoever must know whether a prepared model still fits."""
+"""The processor a model is prepared on. Loader's side, and whoever must know whether a prepared model still fits.
+
+Standard library only: a loader that finds its model prepared imports this and no numeric library.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 
-from prefork.model.manifest import Cpu
-
 CPUINFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """The processor the model was prepared on; `flags_sha256` is over its sorted feature flags."""
+
+    vendor: str
+    model: str
+    flags_sha256: str
+    vnni: bool
 
 
 def processor(text: str | None = None) -> Cpu:

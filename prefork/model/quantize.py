@@ -8,7 +8,7 @@ the weights are shared by all workers anyway). A later search may make more form
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -18,10 +18,11 @@ import onnxruntime as ort
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from prefork.errors import ModelError
-from prefork.model import external, optimize
+from prefork.model import external, linear, optimize
+from prefork.model.linear import PLAIN, Activation, Treatment
 from prefork.model.processor import processor
 from prefork.model.repository import Source
-from prefork.model.weights import Weights, per_channel
+from prefork.model.weights import Floats, Weights, per_channel
 
 MIN_ELEMENTS = 128 * 128  # below it a run gains nothing at any batch size: quantizing the activations costs more
 MIN_OPSET = 11  # DynamicQuantizeLinear
@@ -54,23 +55,19 @@ def int8_dynamic(source: Source, folder: Path, progress: Progress) -> Form:
     """MatMul, Gemm, LSTM and Attention in int8; the source itself, with a note, where there is nothing to gain."""
     if kinds := already_quantized(source.skeleton):
         return Form("quantized-source", source.path, (f"not quantized: it already is ({', '.join(kinds)})",))
-    opset = next((o.version for o in source.skeleton.opset_import if o.domain in ("", "ai.onnx")), MIN_OPSET)
-    if opset < MIN_OPSET:
+    if (opset := opset_of(source.skeleton)) < MIN_OPSET:
         return Form("fp32", source.path, (f"not quantized: opset {opset} is older than {MIN_OPSET}",))
     progress("quantizing")
     try:
-        model = _folded(source, folder)
+        model = folded(source, folder)
     except ModelError as e:
         return Form("fp32", source.path, (f"not quantized: {e.message}",))
     with (folder / "int8.bin").open("wb") as file:
         rewrite = Rewrite(folder, external.DataFile(file, "int8.bin"), reduce_range=not processor().vnni)
-        for graph in reversed(list(external.graphs(model))):  # inner ones first: changing a graph copies its nodes
-            rewrite.graph(graph)
+        rewrite.model(model)
     notes = tuple(f"left in fp32: {what}, {count} nodes" for what, count in sorted(rewrite.left.items()))
     if not rewrite.done:
         return Form("fp32", source.path, ("not quantized: no operator that would gain", *notes))
-    if not any(o.domain == MICROSOFT for o in model.opset_import):
-        model.opset_import.add(domain=MICROSOFT, version=1)
     path = folder / "int8.onnx"
     path.write_bytes(model.SerializeToString())
     if rewrite.reduce_range:
@@ -87,7 +84,7 @@ def already_quantized(model: ModelProto) -> list[str]:
     return sorted(k for k in kinds if k in QUANTIZED or k.startswith(("QLinear", "DynamicQuantize", "QAttention")))
 
 
-def _folded(source: Source, folder: Path) -> ModelProto:
+def folded(source: Source, folder: Path) -> ModelProto:
     """The model after ORT_ENABLE_BASIC: Constant nodes lifted, constants folded, functions inlined, weights in a file.
 
     Raises ModelError when onnxruntime cannot open or save it."""
@@ -96,24 +93,52 @@ def _folded(source: Source, folder: Path) -> ModelProto:
     return external.parse(saved.graph.read_bytes())
 
 
-class Rewrite:
-    """One walk over a model, graph by graph. `done` and `left` count nodes, by kind and by reason."""
+def opset_of(model: ModelProto) -> int:
+    """The version of the ONNX operators that it uses; MIN_OPSET when it names none."""
+    return next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), MIN_OPSET)
 
-    def __init__(self, folder: Path, data: external.DataFile, *, reduce_range: bool) -> None:
+
+class Rewrite:
+    """One walk over a model, graph by graph. `done` and `left` count nodes, by kind and by reason.
+
+    `plan`: how to treat a node, by the name of its first output; `rest`: those that it does not name. `treated` counts
+    nodes by treatment."""
+
+    def __init__(
+        self,
+        folder: Path,
+        data: external.DataFile,
+        *,
+        reduce_range: bool,
+        plan: Mapping[str, Treatment] | None = None,
+        rest: Treatment = PLAIN,
+    ) -> None:
         self.reduce_range = reduce_range
+        self._plan, self._rest = plan or {}, rest
+        self.treated: dict[str, int] = {}
+        self._opset = MIN_OPSET
         self.done: dict[str, int] = {}
         self.left: dict[str, int] = {}
         self._folder, self._data, self._graphs = folder, data, 0
+
+    def model(self, model: ModelProto) -> None:
+        """Quantize the nodes of all graphs, in place."""
+        self._opset = opset_of(model)
+        for graph in reversed(list(external.graphs(model))):  # inner ones first: changing a graph copies its nodes
+            self.graph(graph)
+        if self.done and not any(o.domain == MICROSOFT for o in model.opset_import):
+            model.opset_import.add(domain=MICROSOFT, version=1)
 
     def graph(self, graph: GraphProto) -> None:
         """Quantize the nodes of one graph, not of its subgraphs, in place."""
         rewriters = {"MatMul": self._matmul, "Gemm": self._gemm, "LSTM": self._lstm, "Attention": self._attention}
         self._graphs += 1
-        local = Local(graph, self._folder, self._data, top=63 if self.reduce_range else 127, tag=f"g{self._graphs}")
+        top, tag = 63 if self.reduce_range else 127, f"g{self._graphs}"
+        local = Local(graph, self._folder, self._data, top=top, tag=tag, opset=self._opset)
         nodes: list[NodeProto] = []
         for node in graph.node:
             rewrite = rewriters.get(node.op_type) if node.domain == DOMAINS[node.op_type == "Attention"] else None
-            made = rewrite(local, node) if rewrite else "no kind"
+            made = self._treat(rewrite, local, node) if rewrite else "no kind"
             if not isinstance(made, str):
                 self.done[node.op_type] = self.done.get(node.op_type, 0) + 1
                 nodes.extend(made)
@@ -126,9 +151,19 @@ class Rewrite:
         graph.node.extend(nodes)
         local.drop_unused()
 
+    def _treat(self, rewrite: Rewriter, local: Local, node: NodeProto) -> list[NodeProto] | str:
+        treatment = self._of(node)
+        made = "costs accuracy" if treatment.kind == "fp32" else rewrite(local, node)
+        if not isinstance(made, str):
+            self.treated[treatment.name] = self.treated.get(treatment.name, 0) + 1
+        return made
+
+    def _of(self, node: NodeProto) -> Treatment:
+        return self._plan.get(node.output[0], self._rest)
+
     def _matmul(self, local: Local, node: NodeProto) -> list[NodeProto] | str:
         refusal = local.refuses(node.input[1], rank=2)
-        return refusal or local.multiply(node, local.quantized(node.input[1], axis=0))
+        return refusal or local.multiply(node, self._of(node))
 
     def _gemm(self, local: Local, node: NodeProto) -> list[NodeProto] | str:
         given = attributes(node)
@@ -136,7 +171,7 @@ class Rewrite:
             return "alpha, beta or transA"
         refusal = local.refuses(node.input[1], rank=2)
         across = bool(given.get("transB"))
-        return refusal or local.multiply(node, local.quantized(node.input[1], axis=int(across), across=across))
+        return refusal or local.multiply(node, self._of(node), across=across)
 
     def _lstm(self, local: Local, node: NodeProto) -> list[NodeProto] | str:
         if attributes(node).get("layout"):
@@ -158,21 +193,24 @@ class Rewrite:
         if refusal := local.refuses(node.input[1], rank=2):
             return refusal
         weight, scale, zero = local.quantized(node.input[1], axis=0)
-        before, (data, by, offset) = local.activation(node.input[0])
+        before, taken = local.activation(node.input[0])
         mask = node.input[3] if len(node.input) > 3 else ""
-        return [*before, _contrib("QAttention", [data, weight, node.input[2], by, scale, mask, offset, zero], node)]
+        inputs = [taken.data, weight, node.input[2], taken.scale, scale, mask, taken.zero, zero]
+        return [*before, _contrib("QAttention", inputs, node)]
 
 
 class Local:
     """One graph's weights and activations while it is rewritten; each is quantized once. `tag` keeps the names that it
     makes apart from those of outer graphs, which a subgraph may not use again."""
 
-    def __init__(self, graph: GraphProto, folder: Path, data: external.DataFile, *, top: int, tag: str) -> None:
-        self._graph, self._data, self._top, self._tag = graph, data, top, tag
+    def __init__(
+        self, graph: GraphProto, folder: Path, data: external.DataFile, *, top: int, tag: str, opset: int
+    ) -> None:
+        self._graph, self._data, self._top, self._tag, self._opset = graph, data, top, tag, opset
         listed = {value.name for value in graph.input}
         self._weights = Weights({t.name: t for t in graph.initializer if t.name not in listed}, folder)
-        self._made: dict[tuple[str, int], tuple[str, str, str]] = {}
-        self._activations: dict[str, tuple[str, str, str]] = {}
+        self._made: dict[tuple[str, int, str], tuple[str, str, str]] = {}
+        self._activations: dict[tuple[str, str], Activation] = {}
 
     def refuses(self, name: str, *, rank: int) -> str:
         """Why the weight `name` is not quantized; "" when it can be."""
@@ -185,15 +223,23 @@ class Local:
             return f"weight has rank {len(tensor.dims)}"
         return "weight is small" if np.prod(tensor.dims) < MIN_ELEMENTS else ""
 
-    def quantized(self, name: str, *, axis: int, across: bool = False) -> tuple[str, str, str]:
-        """Names of int8 weight, its scales and zero points; `axis` is reduced; `across`: last two axes are swapped."""
-        key = (name, axis)
+    def quantized(
+        self, name: str, *, axis: int, across: bool = False, smooth: tuple[str, Floats] | None = None
+    ) -> tuple[str, str, str]:
+        """Names of int8 weight, its scales and zero points; `axis` is reduced; `across`: last two axes are swapped.
+
+        `smooth`: the name of an activation and the factors by which the weight's rows along `axis` are multiplied."""
+        key = (name, axis, smooth[0] if smooth else "")
         if key not in self._made:
-            values, scales = per_channel(self._weights.array(name), axis, self._top, swap=across)
+            weight = self._weights.array(name)
+            if smooth is not None:
+                weight = weight * np.expand_dims(smooth[1], 1 - axis)
+            values, scales = per_channel(weight, axis, self._top, swap=across)
+            tag = f"{axis}{key[2]}{self._tag}"
             self._made[key] = (
-                self._add(f"{name}_int8_{axis}{self._tag}", values),
-                self._add(f"{name}_scale_{axis}{self._tag}", scales),
-                self._add(f"{name}_zero_{axis}{self._tag}", np.zeros(scales.shape, np.int8)),
+                self._add(f"{name}_int8_{tag}", values),
+                self._add(f"{name}_scale_{tag}", scales),
+                self._add(f"{name}_zero_{tag}", np.zeros(scales.shape, np.int8)),
             )
         return self._made[key]
 
@@ -203,31 +249,20 @@ class Local:
         self._data.append(tensor, [np.ascontiguousarray(array).data])
         return name
 
-    def activation(self, name: str) -> tuple[list[NodeProto], tuple[str, str, str]]:
-        """The node that quantizes it, the first time it is asked for, and the names of value, scale and zero point."""
-        if name in self._activations:
-            return [], self._activations[name]
-        base = f"{name}_uint8{self._tag}"
-        names = (base, f"{base}_scale", f"{base}_zero")
-        self._activations[name] = names
-        return [helper.make_node("DynamicQuantizeLinear", [name], list(names), f"{base}_node")], names
+    def activation(self, name: str, treatment: Treatment = PLAIN) -> tuple[list[NodeProto], Activation]:
+        """The nodes that quantize it, the first time it is asked for, and the names of value, scale and zero point."""
+        key = (name, treatment.name)
+        if key in self._activations:
+            return [], self._activations[key]
+        made, self._activations[key] = linear.quantize_activation(name, treatment, self._tag, self._add, self._opset)
+        return made, self._activations[key]
 
-    def multiply(self, node: NodeProto, weight: tuple[str, str, str]) -> list[NodeProto]:
-        """MatMul or Gemm in the integer form that onnxruntime fuses."""
-        before, (data, by, offset) = self.activation(node.input[0])
-        out = node.output[0]
-        whole, real, scale = f"{out}_int32", f"{out}_float", f"{out}_scale"
-        bias = node.input[2] if len(node.input) > 2 and node.input[2] else ""
-        product = f"{out}_unbiased" if bias else out
-        made = [
-            helper.make_node("MatMulInteger", [data, weight[0], offset, weight[2]], [whole], f"{out}_product"),
-            helper.make_node("Cast", [whole], [real], f"{out}_cast", to=TensorProto.FLOAT),
-            helper.make_node("Mul", [by, weight[1]], [scale], f"{out}_scales"),
-            helper.make_node("Mul", [real, scale], [product], f"{out}_rescale"),
-        ]
-        if bias:
-            made.append(helper.make_node("Add", [product, bias], [out], f"{out}_bias"))
-        return before + made
+    def multiply(self, node: NodeProto, treatment: Treatment, *, across: bool = False) -> list[NodeProto]:
+        """MatMul or Gemm in int8; `across`: the weight is [columns, rows]."""
+        smooth = None if treatment.smooth is None else (node.input[0], treatment.smooth)
+        weight = self.quantized(node.input[1], axis=int(across), across=across, smooth=smooth)
+        before, taken = self.activation(node.input[0], treatment)
+        return before + linear.multiply(node, taken, weight)
 
     def drop_unused(self) -> None:
         """Remove the fp32 weights that nothing uses any more."""
@@ -235,6 +270,9 @@ class Local:
         kept = [t for t in self._graph.initializer if t.name in used]
         del self._graph.initializer[:]
         self._graph.initializer.extend(kept)
+
+
+Rewriter: TypeAlias = Callable[[Local, NodeProto], "list[NodeProto] | str"]
 
 
 def _all_nodes(graph: GraphProto) -> list[NodeProto]:

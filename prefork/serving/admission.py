@@ -22,6 +22,11 @@ class Admission:
         self.held = 0
         self.held_bytes = 0
 
+    def check(self, size: int) -> None:
+        """Raise what `admit` would raise, for a request that is dear to decode."""
+        self.admit(size)
+        self.release(size)
+
     def admit(self, size: int) -> None:
         """Take one request of `size` bytes in, or raise ResourceExhausted (retryable).
 

@@ -11,14 +11,18 @@ from __future__ import annotations
 DOWN, UP = 0.5, 0.05
 # Below this many hand-offs a run delays the loop less than the loop would spend on passing it back and forth.
 INLINE_HAND_OFFS = 4.0
+# A run that much above the limit shows a cost that depends on the data (a Loop's count): its class keeps to the thread
+# for a while, whatever the estimate says.
+SURPRISE, CAUTIOUS = 10.0, 1000
 
 
 class Costs:
     """Estimated seconds for each (model, size class), and the limit under which a run stays on the loop."""
 
-    __slots__ = ("_seconds", "inline_below")
+    __slots__ = ("_seconds", "_surprises", "inline_below")
 
     def __init__(self) -> None:
+        self._surprises: dict[tuple[str, int], int] = {}
         self._seconds: dict[tuple[str, int], float] = {}
         self.inline_below = 0.0
 
@@ -28,12 +32,20 @@ class Costs:
 
     def cheap(self, model: str, size: int) -> bool:
         """True when the run is known to be cheaper on the loop than in the thread."""
-        estimate = self._seconds.get((model, size.bit_length()))
+        key = (model, size.bit_length())
+        if self._surprises and key in self._surprises:
+            self._surprises[key] -= 1
+            if self._surprises[key] <= 0:
+                del self._surprises[key]
+            return False
+        estimate = self._seconds.get(key)
         return estimate is not None and estimate <= self.inline_below
 
     def learn(self, model: str, size: int, seconds: float) -> None:
         key = (model, size.bit_length())
         known = self._seconds.get(key)
+        if seconds > SURPRISE * self.inline_below and known is not None and known <= self.inline_below:
+            self._surprises[key] = CAUTIOUS
         if known is None:
             self._seconds[key] = seconds
         else:

@@ -36,19 +36,15 @@ class Lane(Generic[J, R]):
         self._inbox: SimpleQueue[J | None] = SimpleQueue()
         self._done: deque[tuple[J, R, float]] = deque()
         self._signalled = False
-        self.depth = 0
         self.finished = 0
-        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="compute", daemon=True).start()
 
     def submit(self, job: J) -> None:
-        self.depth += 1
         self._inbox.put(job)
 
     def close(self) -> None:
-        """End the thread after what is queued, and wait for it."""
+        """End the thread after what is queued. It is not waited for: a run may take any time."""
         self._inbox.put(None)
-        self._thread.join()
 
     def _run(self) -> None:
         while (job := self._inbox.get()) is not None:
@@ -58,15 +54,20 @@ class Lane(Generic[J, R]):
             # cleared before the deque is drained, so what is appended after that signals again
             if not self._signalled:
                 self._signalled = True
-                self._loop.call_soon_threadsafe(self._deliver)
+                try:
+                    self._loop.call_soon_threadsafe(self._deliver)
+                except RuntimeError:  # the loop has ended, and with it everybody who wanted the result
+                    return
 
     def _deliver(self) -> None:
         self._signalled = False
         while self._done:
             job, result, seconds = self._done.popleft()
-            self.depth -= 1
             self.finished += 1
-            self._deliver_one(job, result, seconds)
+            try:
+                self._deliver_one(job, result, seconds)
+            except Exception as e:  # the fault of one delivery must not cost the others theirs
+                self._loop.call_exception_handler({"message": "a result could not be delivered", "exception": e})
 
 
 async def measure_hand_off(loop: asyncio.AbstractEventLoop, rounds: int = 64) -> float:

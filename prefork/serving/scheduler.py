@@ -38,9 +38,10 @@ class Owner(Protocol):
 class Job:
     """One request on its way. `deadline` is in time.monotonic() seconds, `size` in bytes of its body.
 
-    `finished` turns true when it was answered or dropped; whoever finds it true leaves it alone."""
+    `begun` turns true when its run begins, `finished` when it was answered or dropped; then `request` is given up,
+    and whoever finds it so leaves the job alone. Its place in the admission is given back by the lane."""
 
-    __slots__ = ("codec", "deadline", "finished", "owner", "request", "request_id", "size")
+    __slots__ = ("begun", "codec", "deadline", "finished", "model", "owner", "request", "request_id", "size")
 
     def __init__(
         self, owner: Owner, request_id: int, codec: int, request: InferRequest, size: int, deadline: float
@@ -48,9 +49,11 @@ class Job:
         self.owner = owner
         self.request_id = request_id
         self.codec = codec
-        self.request = request
+        self.request: InferRequest | None = request
+        self.model = request.model_name
         self.size = size
         self.deadline = deadline
+        self.begun = False
         self.finished = False
 
 
@@ -65,17 +68,19 @@ class Scheduler:
         admission: Admission,
         costs: Costs,
         words: memoryview,
-        run_in: RunIn = "auto",
-        observe: Callable[[float], None] = lambda seconds: None,
+        run_in: RunIn,
+        observe: Callable[[float], None],
+        log_fault: Callable[[Exception], None],
     ) -> None:
         self._loop = loop
         self._models = models
         self._version = version
-        self._admission = admission
+        self.admission = admission
         self._costs = costs
         self._words = words
         self._run_in = run_in
         self._observe = observe
+        self._log_fault = log_fault
         self.fast_runs, self.fast_seconds = 0, 0.0  # runs below FAST since the last heartbeat took them away
         self._waiting: set[Job] = set()
         self._expiry: asyncio.TimerHandle | None = None
@@ -83,13 +88,13 @@ class Scheduler:
 
     @property
     def held(self) -> int:
-        """Requests taken in and neither answered nor dropped yet."""
-        return self._admission.held
+        """Requests that the lane has not let go of, answered or not."""
+        return self.admission.held
 
     @property
     def progress(self) -> tuple[int, int]:
-        """(runs the lane has finished, jobs it holds): a lane that holds jobs and finishes none is stuck."""
-        return self._lane.finished, self._lane.depth
+        """(jobs the lane has let go, jobs it holds): a lane that holds jobs and lets none go is stuck."""
+        return self._lane.finished, self.admission.held
 
     def run_now(self, request: InferRequest, size: int) -> Result | None:
         """The result, when running here and now is cheaper than handing the request over; else None: `submit` it.
@@ -119,11 +124,11 @@ class Scheduler:
         Raises ResourceExhausted or DeadlineExceeded; the job was not taken then."""
         if job.deadline <= time.monotonic():
             raise DeadlineExceeded("the deadline had passed when the request was decoded")
-        self._admission.admit(job.size)
+        self.admission.admit(job.size)
         words = self._words
         words[board.REQUESTS] += 1
-        words[board.IN_FLIGHT] = self._admission.held
         words[board.THREAD_RUNS] += 1
+        words[board.IN_FLIGHT] = self.admission.held
         self._waiting.add(job)
         words[board.QUEUE_DEPTH] = len(self._waiting)
         self._lane.submit(job)
@@ -134,12 +139,14 @@ class Scheduler:
         """The client no longer wants it: it is not run if it has not begun, and its result goes nowhere."""
         if not job.finished:
             self._words[board.DROPPED] += 1
-            self._release(job)
+            self._give_up(job)
 
     def close(self) -> None:
-        """Answer what has not been answered with Unavailable, and end the lane after the run it is in."""
+        """Answer what has not been answered with Unavailable; the lane ends after the run it is in, unwaited for."""
         for job in list(self._waiting):
-            self._finish(job, Unavailable("the worker is stopping"))
+            error = Unavailable("the worker is stopping")
+            error.retryable = not job.begun  # the word says that the request was not run
+            self._finish(job, error)
         if self._expiry is not None:
             self._expiry.cancel()
         self._lane.close()
@@ -162,34 +169,34 @@ class Scheduler:
         return InferReply(request.model_name, outputs, self._version, request.id, parameters)
 
     def _run_if_alive(self, job: Job) -> Result | None:
-        if job.finished:
+        request = job.request  # read once: the loop may take it away at any moment
+        if request is None or job.finished:
             return None
         if job.deadline <= time.monotonic():
             return DeadlineExceeded("the deadline passed while the request waited for the compute lane")
-        return self._run(self._models[job.request.model_name], job.request)
+        job.begun = True
+        return self._run(self._models[job.model], request)
 
     def _delivered(self, job: Job, result: Result | None, seconds: float) -> None:
-        if result is None or job.finished:
-            self._waiting.discard(job)
-            self._words[board.QUEUE_DEPTH] = len(self._waiting)
-            return
+        self.admission.release(job.size)
+        self._words[board.IN_FLIGHT] = self.admission.held
         if type(result) is InferReply:
-            self._costs.learn(job.request.model_name, job.size, seconds)
+            self._costs.learn(job.model, job.size, seconds)
             self._observe(seconds)
-        self._finish(job, result)
+        if result is not None and not job.finished:
+            self._finish(job, result)
 
     def _finish(self, job: Job, result: Result) -> None:
-        self._release(job)
-        job.owner.settle(job, result)
+        self._give_up(job)
+        try:
+            job.owner.settle(job, result)
+        except Exception as e:  # one connection's fault must not cost the others their answers
+            self._log_fault(e)
 
-    def _release(self, job: Job) -> None:
-        job.finished = True
-        words = self._words
-        self._admission.release(job.size)
-        words[board.IN_FLIGHT] = self._admission.held
-        if self._waiting:
-            self._waiting.discard(job)
-            words[board.QUEUE_DEPTH] = len(self._waiting)
+    def _give_up(self, job: Job) -> None:
+        job.finished, job.request = True, None
+        self._waiting.discard(job)
+        self._words[board.QUEUE_DEPTH] = len(self._waiting)
 
     def _expire(self) -> None:
         now = time.monotonic()

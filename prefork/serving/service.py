@@ -22,7 +22,7 @@ from prefork.codec.message import (
     TensorMetadata,
 )
 from prefork.codec.template import Templates
-from prefork.errors import InvalidArgument, NotFound, PreforkError
+from prefork.errors import InvalidArgument, NotFound, ResourceExhausted, StatusError
 from prefork.model.session import Session
 from prefork.serving.scheduler import Scheduler
 from prefork.shm import words as board
@@ -47,14 +47,21 @@ class Limits(Protocol):
     def read_timeout(self) -> float: ...
     @property
     def idle_timeout(self) -> float: ...
+    @property
+    def max_in_flight_bytes(self) -> int: ...
 
 
 class Client(Protocol):
     """One connection, as the worker sees it."""
 
     def go_away(self) -> None: ...
+    @property
+    def unsent(self) -> int: ...
+    @property
+    def buffered(self) -> int: ...
     def stop(self) -> None: ...
-    def abort(self, error: PreforkError) -> None: ...
+    def refuse(self, error: StatusError) -> None: ...
+    def abort(self, message: str) -> None: ...
     def check_age(self, now: float) -> None: ...
 
 
@@ -105,6 +112,27 @@ class Service:
         self.clients.discard(client)
         self.words[board.CONNECTIONS] = len(self.clients)
         self.changed.set()
+
+    @property
+    def unsent(self) -> int:
+        """Bytes of answers that clients have not taken yet."""
+        return sum(client.unsent for client in self.clients)
+
+    def look(self) -> None:
+        """Once a second: end connections that do not get on, and bound what half-arrived requests hold together."""
+        for client in list(self.clients):
+            client.check_age(self.now)
+        held = sorted(((client.buffered, index) for index, client in enumerate(self.clients)), reverse=True)
+        total, clients = sum(size for size, _ in held), list(self.clients)
+        for size, index in held:
+            if total <= self.limits.max_in_flight_bytes:
+                return
+            total -= size
+            clients[index].refuse(
+                ResourceExhausted(
+                    f"half-arrived requests of this worker exceed max_in_flight_bytes {self.limits.max_in_flight_bytes}"
+                )
+            )
 
     def drain(self) -> None:
         """Take nothing new from now on and tell every client."""

@@ -129,6 +129,11 @@ def encode(header: Header) -> bytes:
     return bytes(raw)
 
 
+def seal_of(raw: bytes) -> int:
+    """The header's own checksum."""
+    return int(_CRC.unpack_from(raw, _CRC_OFFSET)[0])
+
+
 def encode_writing(header: Header) -> bytes:
     """The same, not published: what stands in a segment while it is being filled."""
     raw = bytearray(encode(header))

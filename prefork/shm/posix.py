@@ -43,6 +43,11 @@ class Draft:
             raise
         self.view = memoryview(self._map)
 
+    @property
+    def fd(self) -> int:
+        """For the kernel to copy to."""
+        return self._fd
+
     def reclaim(self) -> None:
         """Make `view` anew, sure that no other view is left. Raises BufferError while one is in use."""
         self._unmap()

@@ -1,8 +1,9 @@
-"""The scoreboard: anonymous shared memory with one page a worker slot. Made by the master, inherited over fork.
+"""The scoreboard: anonymous shared memory with some pages a worker slot. Made by the master, inherited over fork.
 
-Page 0 is the header (magic, version, slots, words a slot); page 1 + i is slot i, see words.py. A slot has one writer at
-a time: the worker that has it, or the master once it has reaped that worker. Readers check what they read. It is a
-memfd, so it has no name and goes with the last process; sealed against resizing, so no reader can meet SIGBUS.
+Page 0 is the header (magic, version, slots, words a slot); then come the master's page and its rows (masterpage.py) and
+then the slots, see words.py. A slot has one writer at a time: the worker that has it, or the master once it has reaped
+that worker. Readers check what they read. It is a memfd, so it has no name and goes with the last process; sealed
+against resizing, so no reader can meet SIGBUS. Memory is taken for a slot when its first writer asks for it.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ import os
 import struct
 import time
 from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from prefork.errors import ConfigError, SegmentCorrupt, SegmentError
+from prefork.errors import ConfigError, SegmentCorrupt, SegmentError, SegmentFull
+from prefork.shm import masterpage
 from prefork.shm import words as w
+from prefork.shm.masterpage import MasterPage, MasterReading
 from prefork.shm.words import Stage, WorkerState
 
 MAX_SLOTS = 4096
 _MAGIC = b"PFBOARD\x1a"
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct("<8sQQQ")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _BOUNDS, _FIRST, _EACH, _SUM = w.BOUNDS, w.HISTOGRAMS, w.HISTOGRAM, w.BUCKETS  # found faster as globals
@@ -44,8 +48,8 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Reading:
-    """One slot at one moment. `values` has the gauges and counters under the names of words.NAMES. Each word is
-    whole; two words may be from moments some microseconds apart."""
+    """One slot at one moment. `values` has the gauges and counters under the names of words.NAMES, `answers` the whole
+    table. Each word is whole; two words may be from moments some microseconds apart."""
 
     state: WorkerState
     pid: int
@@ -54,8 +58,36 @@ class Reading:
     ready_ns: int
     tick_ns: int
     values: dict[str, int]
-    errors: tuple[int, ...]  # by canonical code, 17
+    answers: tuple[int, ...]
+    sizes: tuple[int, ...]  # runs by rows: up to SIZE_BOUNDS[i], the last one above; not cumulative
+    rows: int  # of all runs
     stages: dict[Stage, Histogram]
+
+    @property
+    def errors(self) -> tuple[int, ...]:
+        """Answers by canonical code, 17; the one of OK is zero."""
+        return (0, *(sum(self.answers[code :: w.CODES]) for code in range(1, w.CODES)))
+
+    def answered(self) -> Iterator[tuple[int, int, int, int]]:
+        """Column, codec, canonical code and count of all answers that there are."""
+        for place, count in enumerate(self.answers):
+            if count:
+                row, code = divmod(place, w.CODES)
+                column, codec = divmod(row, len(w.CODECS))
+                yield column, codec + 1, code, count
+
+
+class AnswerRows(dict[str, int]):
+    """For one codec: a model's name to the word that counts its answers of code 0; code n is n words on.
+
+    A name that has no column finds the words of OTHER, so nothing that a client sends makes a new one."""
+
+    def __init__(self, columns: Mapping[str, int], codec: int) -> None:
+        super().__init__({name: _answers(column, codec) for name, column in columns.items()})
+        self._other = _answers(w.OTHER, codec)
+
+    def __missing__(self, name: str) -> int:
+        return self._other
 
 
 class Slot:
@@ -100,9 +132,14 @@ class Slot:
     def tick(self) -> None:
         self.words[w.TICK_NS] = time.monotonic_ns()
 
-    def error(self, code: int) -> None:
-        """Count a reply with this canonical code, 0 to 16; any other counts as UNKNOWN."""
-        self.words[w.ERRORS + (code if 0 <= code < w.CODES else 2)] += 1
+    def answer(self, row: int, code: int) -> None:
+        """Count an answer with this canonical code, 0 to 16; any other counts as UNKNOWN. `row`: from answer_rows."""
+        self.words[row + (code if 0 <= code < w.CODES else 2)] += 1
+
+    def ran(self, rows: int) -> None:
+        """Count a run of `rows` rows, 1 or more."""
+        self.words[w.SIZES + min((rows - 1).bit_length(), w.SIZE_BUCKETS - 1)] += 1
+        self.words[w.SIZES + w.SIZE_BUCKETS] += rows
 
     def observe_fast(self, stage: int, count: int, seconds: float) -> None:
         """Add `count` durations of the first bucket, `seconds` in all."""
@@ -130,11 +167,17 @@ class Scoreboard:
 
     @classmethod
     def create(cls, slots: int) -> Self:
-        """A board with every slot GONE. Raises ConfigError for a bad number."""
+        """A board with every slot GONE. Raises ConfigError for a bad number, SegmentFull when there is no memory for it
+        or ulimit -f is below its size."""
         if not 1 <= slots <= MAX_SLOTS:
             raise ConfigError(f"scoreboard: expected 1 to {MAX_SLOTS} slots, found {slots}")
         fd = os.memfd_create("prefork-scoreboard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.posix_fallocate(fd, 0, _size(slots))
+        try:
+            os.ftruncate(fd, _size(slots))
+            os.posix_fallocate(fd, 0, 8 * w.SLOTS_AT)
+        except OSError as e:
+            os.close(fd)
+            raise SegmentFull(f"no room for a scoreboard of {_size(slots)} bytes: {e.strerror}") from None
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         memory = mmap.mmap(fd, _size(slots))
         _HEADER.pack_into(memory, 0, _MAGIC, _VERSION, slots, w.SLOT_WORDS)
@@ -154,12 +197,31 @@ class Scoreboard:
         return cls(fd, slots, memory)
 
     def slot(self, index: int) -> Slot:
-        """The writer's side; only the process that has the slot may use it."""
-        return Slot(index, self._words[self._base(index) : self._base(index) + w.SLOT_WORDS])
+        """The writer's side; only the process that has the slot may use it. Raises SegmentFull when there is no memory
+        for it, which would be SIGBUS at the first write."""
+        base = self._base(index)
+        try:
+            os.posix_fallocate(self.fd, 8 * base, w.SLOT_SIZE)
+        except OSError as e:
+            raise SegmentFull(f"no room for scoreboard slot {index}: {e.strerror}") from None
+        return Slot(index, self._words[base : base + w.SLOT_WORDS])
+
+    def master(self) -> MasterPage:
+        """The writer's side of the master's page; only the master may use it, and one object of it."""
+        return MasterPage(self._words[w.MASTER_AT : w.SLOTS_AT])
+
+    def read_master(self) -> MasterReading:
+        """Raises SegmentCorrupt."""
+        return masterpage.read(self._words[w.MASTER_AT : w.SLOTS_AT])
+
+    def answer_rows(self) -> tuple[AnswerRows, ...]:
+        """By codec number, for the models that have columns now; what has none (0) is answered in the first codec."""
+        columns = {row.name: row.column for row in self.read_master().models}
+        return tuple(AnswerRows(columns, max(codec, 1)) for codec in range(len(w.CODECS) + 1))
 
     def peek(self, index: int, word: int) -> int:
         """One word of a slot, unchecked; cheap enough for the hot path."""
-        return int(self._words[(1 + index) * w.SLOT_WORDS + word])
+        return int(self._words[w.SLOTS_AT + index * w.SLOT_WORDS + word])
 
     def read(self, index: int) -> Reading:
         """Raises SegmentCorrupt when the slot holds what no worker can have written."""
@@ -170,8 +232,10 @@ class Scoreboard:
         return Reading(
             _state(index, row[w.STATE]), row[w.PID], row[w.GENERATION],
             row[w.STARTED_NS], row[w.READY_NS], row[w.TICK_NS],
-            values={name: row[word] for name, word in w.NAMES.items()},
-            errors=tuple(row[w.ERRORS : w.ERRORS + w.CODES]),
+            values=named(row),
+            answers=tuple(row[w.ANSWERS : w.ANSWERS + w.COLUMNS * w.COLUMN]),
+            sizes=tuple(row[w.SIZES : w.SIZES + w.SIZE_BUCKETS]),
+            rows=row[w.SIZES + w.SIZE_BUCKETS],
             stages={stage: _histogram(row, w.HISTOGRAMS + stage * w.HISTOGRAM) for stage in Stage},
         )  # fmt: skip
 
@@ -185,11 +249,22 @@ class Scoreboard:
     def _base(self, index: int) -> int:
         if not 0 <= index < self.slots:
             raise SegmentError(f"scoreboard: slot {index} of {self.slots} does not exist")
-        return (1 + index) * w.SLOT_WORDS
+        return w.SLOTS_AT + index * w.SLOT_WORDS
+
+
+def named(row: list[int]) -> dict[str, int]:
+    """The gauges and counters of a slot's words by name; those of answers are sums."""
+    values = {name: row[word] for name, word in w.NAMES.items()}
+    values["replies_ok"] = sum(row[w.ANSWERS : w.ANSWERS + w.COLUMNS * w.COLUMN : w.CODES])
+    return values
 
 
 def _size(slots: int) -> int:
-    return (1 + slots) * w.SLOT_SIZE
+    return 8 * w.SLOTS_AT + slots * w.SLOT_SIZE
+
+
+def _answers(column: int, codec: int) -> int:
+    return w.ANSWERS + column * w.COLUMN + (codec - 1) * w.CODES
 
 
 def _state(index: int, number: int) -> WorkerState:

@@ -26,22 +26,27 @@ class _Attachment(Protocol):
 
 @dataclass(frozen=True)
 class SegmentRef:
-    """Where a published segment is. `name`: file name in /dev/shm, or the decimal shmid."""
+    """Where a published segment is. `name`: file name in /dev/shm, or the decimal shmid. `seal`: the header's own
+    checksum, which covers the sections' checksums: another segment under the same name is not taken for this one."""
 
     kind: Kind
     name: str
     size: int
+    seal: int | None = None  # not known: not compared
 
-    def to_dict(self) -> dict[str, str | int]:
-        return {"kind": self.kind, "name": self.name, "size": self.size}
+    def to_dict(self) -> dict[str, str | int | None]:
+        return {"kind": self.kind, "name": self.name, "size": self.size, "seal": self.seal}
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Self:
         """Raises SegmentError for anything that `to_dict` cannot have given."""
         kind, name, size = raw.get("kind"), raw.get("name"), raw.get("size")
-        if kind not in ("posix", "sysv") or not isinstance(name, str) or type(size) is not int:
-            raise SegmentError(f"segment reference: expected kind posix or sysv, name, size; found {raw!r}")
-        return cls(cast(Kind, kind), name, size)
+        seal = raw.get("seal")
+        if kind not in ("posix", "sysv") or not isinstance(name, str) or {type(size), type(seal)} - {int, type(None)}:
+            raise SegmentError(f"segment reference: expected kind posix or sysv, name, size, seal; found {raw!r}")
+        if size is None:
+            raise SegmentError(f"segment reference: expected a size, found {raw!r}")
+        return cls(cast(Kind, kind), name, size, seal)
 
     @property
     def path(self) -> str | None:
@@ -149,4 +154,7 @@ def retire(ref: SegmentRef) -> None:
 def _check(ref: SegmentRef, raw: bytes, size: int) -> Header:
     if size != ref.size:
         raise SegmentCorrupt(f"segment {ref}: size: expected {ref.size}, found {size}")
-    return layout.decode(raw, size, str(ref))
+    header = layout.decode(raw, size, str(ref))
+    if ref.seal is not None and (found := layout.seal_of(raw)) != ref.seal:
+        raise SegmentCorrupt(f"segment {ref}: seal: expected {ref.seal:08x}, found {found:08x}: another segment")
+    return header

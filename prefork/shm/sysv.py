@@ -34,6 +34,10 @@ class Draft:
         self.view = memoryview(self._memory)
         self._finished = False
 
+    @property
+    def fd(self) -> None:
+        """There is none."""
+
     def reclaim(self) -> None:
         """Make `view` anew, sure that no other view is left. Raises BufferError while one is in use."""
         if self._memory is None:

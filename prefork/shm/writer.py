@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Protocol, Self, TypeAlias
 
 from prefork.errors import SegmentError
-from prefork.shm import layout, posix, sysv
+from prefork.shm import copying, layout, posix, sysv
 from prefork.shm.layout import Header
 from prefork.shm.owner import Owner, segment_name
 from prefork.shm.segment import Kind, SegmentRef
@@ -27,6 +27,8 @@ CHUNK = 1 << 20  # read and checksummed while it is in the second-level cache
 class _Draft(Protocol):
     view: memoryview
 
+    @property
+    def fd(self) -> int | None: ...
     def reclaim(self) -> None: ...
     def finish(self, name: str) -> str: ...
     def close(self) -> None: ...
@@ -71,6 +73,23 @@ class SegmentWriter:
                 crc = _copy(source, target, name)
         self._sums[name] = layout.checksum(bytes(section.extent - section.size), crc)
 
+    def copy(self, name: str, source: int, offset: int) -> int:
+        """Fill a section with the bytes of the file `source` from `offset`; the section's checksum, up to its extent.
+
+        Raises SegmentError when the file ends before, or the section is filled already."""
+        section = self._unfilled(name)
+        target = self._draft.fd
+        with self._draft.view[section.offset : section.offset + section.size] as view:
+            try:
+                if target is None:
+                    crc = copying.read(source, offset, view)
+                else:
+                    crc = copying.copy(source, offset, target, section.offset, view)
+            except SegmentError as e:
+                raise SegmentError(f"section {name!r}: {e.message}") from None
+        self._sums[name] = layout.checksum(bytes(section.extent - section.size), crc)
+        return self._sums[name]
+
     def buffer(self, name: str) -> memoryview:
         """The section's writable bytes, to be written in place; drop it before `publish`, which checksums it then."""
         section = self._unfilled(name)
@@ -90,7 +109,7 @@ class SegmentWriter:
             self._release()
             self._draft.reclaim()
             header = self._seal()
-            ref = SegmentRef(self.kind, self._draft.finish(name), header.size)
+            ref = SegmentRef(self.kind, self._draft.finish(name), header.size, layout.seal_of(layout.encode(header)))
         except BufferError as e:
             raise SegmentError(f"segment of model {self.header.model!r}: publish: {e}") from None
         self.header, self._open = header, False

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from prefork.errors import SegmentCorrupt
-from prefork.model.manifest import Cpu, ExternalTensor, Manifest, TensorSpec, Warmup, WarmupInput
+from prefork.model.manifest import ExternalTensor, Manifest, TensorSpec, Warmup, WarmupInput
+from prefork.model.processor import Cpu
 
 
 def example() -> Manifest:

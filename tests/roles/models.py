@@ -1,11 +1,11 @@
-"""Models made for the faults they provoke: runs of chosen length, replies of chosen size, graphs that nobody can run."""
+"""Models made for the faults they provoke: runs of chosen length, replies of chosen size, a graph nobody can run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
-from onnx import TensorProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from tests.model.small import model, save, value, weight
 
@@ -16,8 +16,8 @@ def rounds(n: int) -> np.ndarray:
     return np.array(n, np.int64)
 
 
-def slow(folder: Path) -> Path:
-    """`n` INT64 [] -> `y` FP32 [256, 256]: n matrix products, about a millisecond each; 0 by default."""
+def _loop(output: str) -> tuple[NodeProto, list[TensorProto]]:
+    """n matrix products of [256, 256], and their weights."""
     body = helper.make_graph(
         [
             helper.make_node("Identity", ["going"], ["on"]),
@@ -28,9 +28,14 @@ def slow(folder: Path) -> Path:
         [value("on", [], TensorProto.BOOL), value("after", [256, 256])],
     )
     weights = [weight("w", 256, 256), numpy_helper.from_array(np.eye(256, dtype=np.float32), "start")]
-    loop = helper.make_node("Loop", ["n", "", "start"], ["y"], body=body)
-    inputs = [value("n", [], TensorProto.INT64)]
-    return save(model([loop], inputs, [value("y", [256, 256])], weights), folder / "slow.onnx")
+    return helper.make_node("Loop", ["n", "", "start"], [output], body=body), weights
+
+
+def slow(folder: Path) -> Path:
+    """`n` INT64 [] -> `y` FP32 [256, 256]: n matrix products, about 0.3 ms each."""
+    loop, weights = _loop("y")
+    proto = model([loop], [value("n", [], TensorProto.INT64)], [value("y", [256, 256])], weights)
+    return save(proto, folder / "slow.onnx")
 
 
 def large(folder: Path) -> Path:
@@ -41,19 +46,10 @@ def large(folder: Path) -> Path:
 
 
 def sink(folder: Path) -> Path:
-    """`n` INT64 [], `x` FP32 [k] -> `y` [1]: waits n rounds, then sums x: a large request."""
-    body = helper.make_graph(
-        [
-            helper.make_node("Identity", ["going"], ["on"]),
-            helper.make_node("MatMul", ["before", "w"], ["after"]),
-        ],
-        "body",
-        [value("i", [], TensorProto.INT64), value("going", [], TensorProto.BOOL), value("before", [256, 256])],
-        [value("on", [], TensorProto.BOOL), value("after", [256, 256])],
-    )
-    weights = [weight("w", 256, 256), numpy_helper.from_array(np.eye(256, dtype=np.float32), "start")]
+    """`n` INT64 [], `x` FP32 [k] -> `y` []: n matrix products, then the sum of x: a request of any size."""
+    loop, weights = _loop("z")
     nodes = [
-        helper.make_node("Loop", ["n", "", "start"], ["z"], body=body),
+        loop,
         helper.make_node("ReduceSum", ["x"], ["s"], keepdims=0),
         helper.make_node("ReduceMax", ["z"], ["m"], keepdims=0),
         helper.make_node("Add", ["s", "m"], ["y"]),

@@ -120,7 +120,9 @@ def test_what_is_not_supported_yet_changes_nothing(demo: Server, number: signal.
     before = demo.workers()
     with LogWatch(demo) as log:
         os.kill(demo.pid, number)
-        assert "not supported yet" in log.wait("signal is not supported yet, nothing changes", signal=number.name)["event"]
+        assert (
+            "not supported yet" in log.wait("signal is not supported yet, nothing changes", signal=number.name)["event"]
+        )
     assert demo.workers() == before and demo.status()["restarts"] == 0
 
 

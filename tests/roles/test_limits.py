@@ -105,6 +105,14 @@ def test_connections_of_a_worker(server: Server) -> None:
         assert again.answer().kind == Kind.SERVER_LIVE_REPLY
 
 
+def test_a_refused_client_that_has_left_holds_no_place(server: Server) -> None:
+    for _ in range(30):  # of 12 places
+        with Wire(server.address) as wire:
+            wire.send(b"GET / HTTP/1.1\r\n\r\n")
+            (error,) = wire.end()
+            assert error.refused(Code.INVALID_ARGUMENT, "magic")
+
+
 def test_an_oversize_frame_costs_its_request_only(wire: Wire) -> None:
     body = bytes(8 * MIB + 1)
     wire.send(frame_header(Kind.INFER, Codec.MSGPACK, 5, len(body)) + body, live(6))

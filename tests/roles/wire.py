@@ -20,7 +20,7 @@ MAX_BODY = 1 << 30
 IMAGE = np.linspace(0, 16, 64, dtype=np.float32).reshape(1, 64)
 
 
-@dataclass
+@dataclass(repr=False)
 class Answer:
     """One frame from the server, its body decoded."""
 
@@ -28,20 +28,23 @@ class Answer:
     id: int
     message: Message
 
+    def __repr__(self) -> str:
+        return f"Answer(kind={self.kind}, id={self.id}, {str(self.message)[:300]})"
+
     @property
     def error(self) -> ErrorReply:
-        assert isinstance(self.message, ErrorReply), self
+        assert isinstance(self.message, ErrorReply), str(self)
         return self.message
 
     @property
     def values(self) -> dict[str, Value]:
-        assert isinstance(self.message, InferReply), self
+        assert isinstance(self.message, InferReply), str(self)
         return unflatten(self.message.outputs, self.message.parameters)
 
     def refused(self, code: Code, *words: str) -> bool:
         """Whether it is an error of that code whose message has all the words; fails saying what it is."""
-        assert self.error.code == code, self
-        assert all(word in self.error.message for word in words), self
+        assert self.error.code == code, str(self)
+        assert all(word in self.error.message for word in words), str(self)
         return True
 
 

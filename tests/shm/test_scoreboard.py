@@ -60,7 +60,7 @@ def test_counters_outlive_killed_workers(board: Scoreboard) -> None:
         slot.move(WorkerState.READY)
         slot.words[w.REQUESTS] += 10
         slot.words[w.IN_FLIGHT] = 5
-        slot.error(8)
+        slot.answer(w.ERRORS, 8)
         slot.observe(Stage.COMPUTE, 0.25)
 
     for life in range(1, 6):
@@ -123,7 +123,9 @@ def test_the_table_is_whole() -> None:
 
 def test_no_two_words_overlap() -> None:
     named = [w.STATE, w.PID, w.GENERATION, w.STARTED_NS, w.READY_NS, w.TICK_NS, *w.NAMES.values()]
-    named += range(w.ERRORS, w.ERRORS + w.CODES)
+    named.remove(w.REPLIES_OK)  # the first of the answers
+    named += range(w.ANSWERS, w.ANSWERS + w.COLUMNS * w.COLUMN)
+    named += range(w.SIZES, w.SIZES + w.SIZE_BUCKETS + 1)
     for stage in Stage:
         named += range(w.HISTOGRAMS + stage * w.HISTOGRAM, w.HISTOGRAMS + stage * w.HISTOGRAM + w.BUCKETS + 1)
     assert len(named) == len(set(named))
@@ -157,8 +159,46 @@ def test_buckets(board: Scoreboard) -> None:
 def test_unknown_codes_count_as_unknown(board: Scoreboard) -> None:
     slot = board.slot(0)
     for code in (-1, 17, 1000, 2):
-        slot.error(code)
+        slot.answer(w.ERRORS, code)
     assert board.read(0).errors[2] == 4
+
+
+def test_answers_are_counted_by_model_codec_and_code(board: Scoreboard) -> None:
+    master = board.master()
+    columns = [master.serve(name, 1, 10, {}) for name in ("a", "b")]
+    assert columns == [1, 2]
+    rows, slot = board.answer_rows(), board.slot(1)
+    slot.words[rows[1]["a"]] += 3
+    slot.answer(rows[2]["b"], 8)
+    slot.answer(rows[2]["b"], 16)
+    slot.answer(rows[0]["b"], 0)  # without a codec: as in the first
+    slot.answer(rows[1]["\x00 no model"], 5)
+    slot.answer(rows[3]["none"], 5)
+    reading = board.read(1)
+    expected = {(1, 1, 0, 3), (2, 2, 8, 1), (2, 2, 16, 1), (2, 1, 0, 1), (w.OTHER, 1, 5, 1), (w.OTHER, 3, 5, 1)}
+    assert set(reading.answered()) == expected
+    assert (reading.values["replies_ok"], sum(reading.errors), reading.errors[5]) == (4, 4, 2)
+    assert len(rows[1]) == 2  # a name that a client made up leaves nothing
+
+
+def test_sizes_of_runs(board: Scoreboard) -> None:
+    slot = board.slot(0)
+    for rows in (1, 2, 3, 4, 1024, 1025, 1 << 20):
+        slot.ran(rows)
+    reading = board.read(0)
+    assert reading.sizes == (1, 1, 2, 0, 0, 0, 0, 0, 0, 0, 1, 2)
+    assert reading.rows == 1 + 2 + 3 + 4 + 1024 + 1025 + (1 << 20)
+
+
+def test_only_slots_in_use_take_memory() -> None:
+    board = Scoreboard.create(1024)
+    empty = os.fstat(board.fd).st_blocks * 512
+    assert empty <= 8 * w.SLOTS_AT + 4096
+    slot = board.slot(1023)
+    assert os.fstat(board.fd).st_blocks * 512 == empty + w.SLOT_SIZE
+    slot.words[w.REQUESTS] = 4
+    assert board.slot(1023).words[w.REQUESTS] == 4
+    os.close(board.fd)
 
 
 def test_words_are_never_torn(board: Scoreboard) -> None:
@@ -200,10 +240,10 @@ def test_reading_by_the_fd_alone(board: Scoreboard) -> None:
 
 
 def test_what_is_no_board_is_refused(board: Scoreboard) -> None:
-    with pytest.raises(SegmentCorrupt, match="size: expected 20480 for 4 slots, found 16384"):
+    with pytest.raises(SegmentCorrupt, match="size: expected 90112 for 4 slots, found 73728"):
         Scoreboard.open(board.fd, 4)
     fd = os.memfd_create("other")
-    os.ftruncate(fd, 16384)
+    os.ftruncate(fd, 73728)
     with pytest.raises(SegmentCorrupt, match="header"):
         Scoreboard.open(fd, 3)
     os.close(fd)

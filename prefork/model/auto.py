@@ -1,0 +1,67 @@
+"""quantize="auto": whether a search makes sense for this model at all, and the search. Loader's process.
+
+Every way out is a form and a report; only data or a metric that the owner gave, and that does not fit, is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from prefork.errors import ModelError
+from prefork.model import probe, quantize
+from prefork.model.gate import Gate
+from prefork.model.manifest import Warmup
+from prefork.model.quantize import MIN_OPSET
+from prefork.model.report import Step, untried
+from prefork.model.repository import Source
+from prefork.model.search import Outcome, Search, Try
+from prefork.model.study import Study
+from prefork.model.trial import Trial
+from prefork.model.warmup import digest
+from prefork.tensor import Array
+
+
+def find_form(
+    source: Source,
+    folder: Path,
+    gate: Gate,
+    warmup: Mapping[str, Array] | None,
+    trial: Try,
+    progress: Callable[[str], None],
+) -> Outcome:
+    """The form to serve; `trial` opens one as a worker does. Raises ModelError as Search.run does."""
+    if kinds := quantize.already_quantized(source.skeleton):
+        return _fp32(gate, f"left alone: it is already quantized ({', '.join(kinds)})", "quantized-source")
+    if gate.budget <= 0:
+        return _fp32(gate, "an accuracy budget of 0 leaves no room for quantization")
+    if (opset := quantize.opset_of(source.skeleton)) < MIN_OPSET:
+        return _fp32(gate, f"opset {opset} is older than {MIN_OPSET}, the first with quantized operators")
+    progress(Step("studying the model", 0.0))
+    try:
+        study = Study(quantize.folded(source, folder), folder)
+        if not study.linear_kinds and not study.convolutions:
+            return _fp32(gate, "no operator that would gain from quantization")
+        fp32 = trial(quantize.as_it_is(source, folder, progress))
+    except ModelError as e:
+        return _fp32(gate, f"it cannot be studied: {e.message}")
+    if isinstance(found := _inputs(fp32, warmup), str):
+        return _fp32(gate, found)
+    return Search(gate, study, trial, progress).run(fp32, found)
+
+
+def _inputs(fp32: Trial, warmup: Mapping[str, Array] | None) -> Warmup | str:
+    """Inputs that run, or why there is nothing to measure with."""
+    specs = fp32.session.inputs
+    found = probe.given(fp32.run, specs, warmup) if warmup else probe.find(fp32.run, specs)
+    if isinstance(found, probe.Failed):
+        return f"no inputs are known that run; give a warm-up (the last said: {found.reason})"
+    names = [spec.name for spec in fp32.session.outputs]
+    again = fp32.run(probe.feeds(specs, found.recipe))
+    if digest(names, found.outputs) != digest(names, again):
+        return "two runs with equal inputs differ, so accuracy cannot be measured: the model has random operators"
+    return found.recipe
+
+
+def _fp32(gate: Gate, reason: str, choice: str = "fp32") -> Outcome:
+    return Outcome(None, untried(gate, reason, choice))

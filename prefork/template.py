@@ -1,0 +1,136 @@
+"""The template: opens every model of a generation once, then forks workers from itself when the master asks. Never serves.
+
+A worker that begins as a copy of a process with open, warm sessions is ready in milliseconds and shares everything that
+the opening cost: packed weights whatever the kind of segment, libraries, heaps. This is safe only while the process has
+exactly one thread; where it has more (`threads` above one) it says so and leaves, and the master starts workers
+directly. The master's side of it is nursery.py.
+
+A forked worker is re-parented to the master, which is the subreaper of its descendants: the template forks a process
+that forks the worker and leaves.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from prefork import attach, worker
+from prefork.channel import Channel
+from prefork.child import CRASH, PR_SET_PDEATHSIG, prctl, report_failure
+from prefork.errors import PreforkError
+from prefork.jobs import TemplateJob, WorkerJob
+
+PROOF_SECONDS = 60.0  # for one forked child to answer every warm-up; it takes milliseconds or for ever
+
+
+class Unfit(PreforkError):
+    """This process must not fork workers; they open the models themselves."""
+
+
+def main(channel: socket.socket, job: TemplateJob) -> int:
+    """Open, warm, prove, then fork until the master lets go. Raises PreforkError when a model cannot be opened."""
+    log = job.log.for_role("template", generation=job.generation)
+    ready = attach.make_ready(job.models, job.config, job.scratch)
+    for note in ready.notes:
+        log.warning("no warm-up", reason=note)
+    line = Channel(channel)
+    try:
+        prove(ready)
+    except Unfit as e:
+        line.send({"event": "unfit", "reason": e.message})
+        line.wait()
+        return 0
+    gc.collect()
+    gc.freeze()
+    line.send({"event": "ready"})
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    while not line.closed:
+        poll.poll()
+        for message, fds in line.receive():
+            if message["command"] == "fork":
+                _fork(channel, job, ready, message, fds)
+            for fd in fds:
+                os.close(fd)
+    return 0
+
+
+def prove(ready: attach.Ready) -> None:
+    """One forked child must answer every warm-up as this process did. Raises Unfit with the reason."""
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    if threads != 1:
+        raise Unfit(f"the process has {threads} threads after opening the models")
+    pid = os.fork()
+    if pid == 0:
+        _prove_in_child(ready)
+    fd = os.pidfd_open(pid)
+    try:
+        if not select.select([fd], [], [], PROOF_SECONDS)[0]:
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+    finally:
+        os.close(fd)
+    if status != 0:
+        raise Unfit(f"a forked child could not answer the warm-up (wait status {status})")
+
+
+def _prove_in_child(ready: attach.Ready) -> NoReturn:
+    code = 1
+    try:
+        warmed = [session.warm() for session in ready.opened.sessions.values()]
+        code = int(any(warm is not None and warm.matches is False for warm in warmed))
+    finally:
+        os._exit(code)
+
+
+def _fork(
+    channel: socket.socket, job: TemplateJob, ready: attach.Ready, message: Mapping[str, object], fds: list[int]
+) -> None:
+    """`fds`: the worker's end of its channel, a listening socket for each of `slots`, then the Unix socket if there
+    is one. What goes wrong here is the master's to see: the worker's channel closes without a word."""
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+        return
+    if os.fork():
+        os._exit(0)
+    code = CRASH
+    line = socket.socket(fileno=fds[0])
+    try:
+        _until_adopted(job.master_pid)
+        channel.close()
+        code = worker.run(line, _worker_job(job, message, fds[1:]), ready)
+    except BaseException as e:
+        code = e.exit_code if isinstance(e, PreforkError) else CRASH
+        report_failure(line, e)
+    finally:
+        os._exit(code)
+
+
+def _until_adopted(master: int) -> None:
+    """Wait until the process in between is gone and the master is our parent; then die with the master.
+
+    Asked for earlier, the death signal would come when the process in between ends (prctl(2))."""
+    while os.getppid() != master:
+        if not Path(f"/proc/{master}").exists():
+            os._exit(0)
+        os.sched_yield()
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != master:
+        os._exit(0)
+
+
+def _worker_job(job: TemplateJob, message: Mapping[str, object], fds: list[int]) -> WorkerJob:
+    slots = [int(index) for index in str(message["slots"]).split(",")]
+    sockets = [socket.socket(fileno=fd) for fd in fds]
+    listeners = dict(zip(slots, sockets, strict=False))
+    return WorkerJob(
+        job.log, job.config, slots[0], job.generation, job.models, listeners,
+        sockets[len(slots)] if len(sockets) > len(slots) else None, job.scoreboard, job.scratch,
+    )  # fmt: skip
