@@ -4,10 +4,11 @@ Knows files and bytes, no model. A folder of this user's own, mode 0700:
 
     KEY.model   an entry: header, then the sections exactly as in a segment (shm/layout.py), so that a hit is one copy,
                 checked by the checksums that the segment needs anyway
-    KEY.lock    held while somebody prepares that entry; gone afterwards
-    *.tmp       an entry being written, locked by its writer; one without a lock is a killed writer's, and is removed
+    KEY.lock    locked while somebody prepares that entry; gone afterwards
+    *.tmp       an entry being written, locked by its writer
     sources/    digests.py
 
+A lock or an entry being written that nobody has locked is a killed process's, and is removed by the next writer.
 The entry's header is a checksum, a length and JSON, then zeros up to FIRST_SECTION_OFFSET. The graph holds a
 placeholder wherever it names the file of its weights; `locate` puts a segment's name there, of the same length. An
 entry appears under its name whole (rename(2)) and is never written again; its mtime is its last use. A missing folder,
@@ -227,7 +228,7 @@ class Cache:
 
     def _sweep(self) -> None:
         """Remove what killed writers left."""
-        for path in self.folder.glob("*.tmp"):
+        for path in [*self.folder.glob("*.tmp"), *self.folder.glob("*.lock")]:
             with contextlib.suppress(OSError):
                 fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:

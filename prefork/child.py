@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from prefork.channel import MESSAGE_BYTES, encode
+from prefork.channel import MAX_FDS, MESSAGE_BYTES, encode
 from prefork.errors import PreforkError
 
 # Read when the libraries are first imported, so they must stand before the role's imports: the ONNX Runtime's telemetry
@@ -34,6 +34,8 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 IGNORED = (
     signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR2, signal.SIGTTIN, signal.SIGTTOU, signal.SIGWINCH
 )  # fmt: skip
+__all__ = ["CRASH", "MAX_FDS", "UNBORN", "Child", "describe_exit", "prctl", "report_failure", "spawn"]
+UNBORN = 0  # in the place of a pid
 CRASH = 70  # EX_SOFTWARE: an exception that nobody foresaw
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -91,7 +93,12 @@ class Child:
         return messages
 
     def kill(self, number: int) -> None:
-        """Send a signal; a child that is gone already is no error (it is reaped later, so its pid is still ours)."""
+        """Send a signal; a child that is gone already is no error (it is reaped later, so its pid is still ours). One
+        that the template has not forked yet sees its channel end instead, and leaves."""
+        if self.pid == UNBORN:
+            with contextlib.suppress(OSError):
+                self.channel.shutdown(socket.SHUT_RDWR)
+            return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 

@@ -17,8 +17,9 @@ from prefork import listener, slots, status
 from prefork.child import Child
 from prefork.config import Config
 from prefork.errors import ConfigError, InvalidArgument, PreforkError, ResourceExhausted
-from prefork.jobs import LoadedModel, WorkerJob
+from prefork.jobs import LoadedModel, TemplateJob, WorkerJob
 from prefork.log import Logger
+from prefork.nursery import Nursery
 from prefork.shm.scoreboard import Scoreboard
 from prefork.shm.words import WorkerState
 from prefork.slots import Slot
@@ -40,6 +41,7 @@ class Fleet:
         self._work = work
         self._add = add
         self.board = Scoreboard.create(MAX_SLOTS)
+        self.nursery = Nursery(log)
         self.restarts = 0
         self.up = False  # every slot has been ready once
         self._models: tuple[LoadedModel, ...] = ()
@@ -50,14 +52,23 @@ class Fleet:
         self.unix: socket.socket | None = None
 
     def serve(self, generation: int, models: Sequence[LoadedModel]) -> None:
-        """What workers spawned from now on serve."""
+        """What workers spawned from now on serve; a template is opened for them."""
         self._generation, self._models = generation, tuple(models)
+        job = TemplateJob(
+            self._log, self._config, generation, self._models, self.board, self._work.path, os.getpid()
+        )  # fmt: skip
+        if template := self.nursery.open(job):
+            self._add(template)
 
     # normal life
 
     def tend(self, now: float) -> PreforkError | None:
         """Mind the queues that nobody serves, fill the slots that are due. The error that ends a start, if any."""
         self._guard(now)
+        if template := self.nursery.reopen(now):
+            self._add(template)
+        if self.nursery.waiting:
+            return None
         for slot in slots.due(self.slots, now):
             guarded = {other.index: other.listener for other in self.slots if other.guardian == slot.index}
             job = WorkerJob(
@@ -65,19 +76,21 @@ class Fleet:
                 {slot.index: slot.listener, **guarded}, self.unix, self.board, self._work.path,
             )  # fmt: skip
             try:
-                slot.child = children.spawn("worker", slot.index, self._generation, job, job.descriptors)
+                slot.child = self.nursery.spawn(job) or children.spawn(
+                    "worker", slot.index, self._generation, job, job.descriptors
+                )
             except OSError as e:
                 slot.left(now, f"fork: {e.strerror}", asked=False)
                 self._log.error("worker cannot be forked", slot=slot.index, error=e)
                 if not self.up and slot.failures >= BOOT_TRIES:
-                    return status.boot_error(slot.index, slot.reason, 0)
+                    return status.boot_error(f"worker of slot {slot.index}", slot.reason, 0)
                 continue
             self._add(slot.child)
         return None
 
     def next_due(self) -> float | None:
         """When `tend` has something to do."""
-        return slots.next_due(self.slots)
+        return None if self.nursery.waiting else slots.next_due(self.slots)
 
     def ready(self, child: Child, now: float) -> bool:
         """A worker has answered its warm-up; True when with it every slot is ready for the first time."""
@@ -110,7 +123,7 @@ class Fleet:
         else:
             self._log.info("worker left", slot=slot.index, pid=child.pid, how=how)
         if not self.up and not stopping and (said or slot.failures >= BOOT_TRIES):
-            return status.boot_error(slot.index, reason, os.waitstatus_to_exitcode(code))
+            return status.boot_error(f"worker of slot {slot.index}", reason, os.waitstatus_to_exitcode(code))
         return None
 
     def asks_to_leave(self, child: Child, now: float) -> None:
@@ -189,6 +202,7 @@ class Fleet:
     def stop(self, now: float, *, quick: bool, again: bool) -> None:
         """Tell every worker to leave. The first time, the queues of slots without a ready worker find another one,
         and the listening sockets are left to the workers, who sweep their queues before they close them."""
+        self.nursery.close()
         if not again:
             for slot in self.slots:
                 if not slot.ready:

@@ -62,6 +62,7 @@ class Master:
         self._state: State = "loading"
         self._error: PreforkError | None = None
         self._children: dict[int, Child] = {}
+        self._unborn: set[Child] = set()  # asked of the template, pid not known yet
         self._next_look = time.monotonic()
         self._notify = Notifier(os.environ)
         self._selector = selectors.DefaultSelector()
@@ -76,7 +77,7 @@ class Master:
             stack.callback(self._house.close)
             self._open(stack)
             stack.callback(self._kill_all)
-            while self._state != "stopping" or self._children:
+            while self._state != "stopping" or self._children or self._unborn:
                 self._turn()
         signal.set_wakeup_fd(-1)
         if self._error is not None:
@@ -116,7 +117,7 @@ class Master:
         self._selector.register(self._wake, selectors.EVENT_READ, self._drain_wake)
 
     def _kill_all(self) -> None:
-        for child in self._children.values():
+        for child in (*self._unborn, *self._children.values()):
             child.kill(signal.SIGKILL)
         for pid in list(self._children):
             with suppress(ChildProcessError):
@@ -189,6 +190,9 @@ class Master:
             if pid == 0:
                 return
             # as PID 1 or subreaper also strangers end here; they are no business of ours
+            if pid not in self._children:
+                for unborn in list(self._unborn):  # one of them may have said who it is
+                    self._hear(unborn)
             if child := self._children.pop(pid, None):
                 self._hear(child)
                 if not child.closed:  # a grandchild holds the other end
@@ -201,11 +205,20 @@ class Master:
             self._generation.loader_left(child, code)
             if self._state == "loading":
                 self._load()
-        elif error := self._fleet.left(child, code, now, stopping=self._state == "stopping"):
+            return
+        stopping = self._state == "stopping"
+        if child.role == "template":
+            error = self._fleet.nursery.left(child, code, now, started=self._fleet.up or stopping)
+        else:
+            error = self._fleet.left(child, code, now, stopping=stopping)
+        if error is not None:
             self._fail(error)
 
     def _add(self, child: Child) -> None:
-        self._children[child.pid] = child
+        if child.pid == children.UNBORN:
+            self._unborn.add(child)
+        else:
+            self._children[child.pid] = child
         self._selector.register(child.channel, selectors.EVENT_READ, lambda: self._hear(child))
 
     def _hear(self, child: Child) -> None:
@@ -215,6 +228,12 @@ class Master:
         for message in messages:
             child.said = message
             match message["event"]:
+                case "hello" if child in self._unborn:
+                    self._unborn.remove(child)
+                    child.pid = int(message["pid"])
+                    self._children[child.pid] = child
+                case "ready" | "unfit" if child.role == "template":
+                    self._fleet.nursery.hear(message)
                 case "ready":
                     if self._fleet.ready(child, time.monotonic()) and self._state == "starting":
                         self._ready()
@@ -222,6 +241,10 @@ class Master:
                     self._fleet.asks_to_leave(child, time.monotonic())
                 case "done" if self._state == "loading":
                     self._generation.published(child, message)
+        if child.closed and child in self._unborn:  # it was never forked, or died before its first word
+            self._unborn.remove(child)
+            child.channel.close()
+            self._left(child, children.CRASH << 8, time.monotonic())
 
     # starting
 
@@ -294,10 +317,11 @@ class Master:
         raise InvalidArgument(f"command {request.command!r} is unknown; expected status, segments, scale or stop")
 
     def _status(self) -> dict[str, Any]:
-        bind = [] if self._state == "stopping" else [self._fleet.address]
+        bind, nursery = [] if self._state == "stopping" else [self._fleet.address], self._fleet.nursery
         return {
             **status.server(self._config, self._state, self._fleet.restarts, bind),
             "workers": [status.worker_row(slot, self._fleet.board) for slot in self._fleet.slots],
             "models": [status.model_row(model, self._generation.number) for model in self._generation.models],
             "loading": self._generation.loading,
+            "template": status.template_row(nursery.state, nursery.reason, nursery.template),
         }

@@ -22,6 +22,7 @@ from prefork.slots import YOUNG, Slot, delay
 
 ROLE = "telemetry"
 BACKLOG = 64
+QUICK = 2.0  # seconds that it has to leave
 
 
 class Reporting:
@@ -55,8 +56,7 @@ class Reporting:
         """These are served from now on, and no others. To be called before the first worker of them is forked."""
         served = list(models)
         for model in served:
-            labels = {"form": str(model.report.get("form", "")), "segment": model.ref.name, "shm": model.ref.kind}
-            if self._page.serve(model.name, generation, model.ref.size, labels) == OTHER:
+            if self._page.serve(model.name, generation, model.ref.size, _labels(model)) == OTHER:
                 self._log.warning("no place on the scoreboard, counted as other", model=model.name)
         self._page.keep(model.name for model in served)
 
@@ -89,11 +89,12 @@ class Reporting:
         reason = child.said.get("message") if child.said else None
         self._log.warning("telemetry died", pid=child.pid, how=children.describe_exit(status), reason=reason)
 
-    def dismiss(self, left: Iterable[Child]) -> None:
+    def dismiss(self, left: Iterable[Child], now: float) -> None:
         """The server stops: the process tells so until it is the last of the children `left`."""
         if self._child is not None and not self._child.leaving and all(child is self._child for child in left):
             self._child.leaving = True
             self._child.send({"command": "shutdown"})
+            self._child.kill_at = now + QUICK
 
     def close(self) -> None:
         if self._listener is not None:
@@ -102,3 +103,16 @@ class Reporting:
     def _again(self, now: float) -> None:
         self._failures += 1
         self._retry_at = now + delay(self._failures)
+
+
+def _labels(model: LoadedModel) -> dict[str, str]:
+    """How it was prepared, and what the gate measured of the form that serves. Not the segment's name: who can see the
+    metrics need not know what could be attached to."""
+    report = model.report
+    labels = {"form": str(report.get("form", "")), "shm": model.ref.kind, "origin": str(report.get("origin", ""))}
+    gate = report.get("gate") or {}
+    for candidate in gate.get("candidates", ()):
+        if candidate.get("chosen"):
+            labels["metric"] = str(gate.get("metric", ""))
+            labels["accuracy_delta"], labels["speedup"] = str(candidate.get("delta")), str(candidate.get("speedup"))
+    return labels

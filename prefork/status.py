@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import prefork
+from prefork.child import Child
 from prefork.config import Config
 from prefork.errors import PreforkError
 from prefork.jobs import LoadedModel
@@ -24,8 +25,8 @@ class BootError(PreforkError):
         self.exit_code = exit_code if exit_code > 0 else 70
 
 
-def boot_error(slot: int, reason: str, exit_code: int) -> BootError:
-    return BootError(f"worker of slot {slot} does not come up: {reason}", exit_code)
+def boot_error(who: str, reason: str, exit_code: int) -> BootError:
+    return BootError(f"{who} does not come up: {reason}", exit_code)
 
 
 def server(config: Config, state: str, restarts: int, bind: list[str]) -> dict[str, Any]:
@@ -67,6 +68,12 @@ def _state(slot: Slot) -> str:
     if slot.child.leaving:
         return "draining"
     return "ready" if slot.ready else "starting"
+
+
+def template_row(state: str, reason: str, template: Child | None) -> dict[str, Any]:
+    """Where workers are forked from."""
+    pid = template.pid if template else None
+    return {"state": state, "reason": reason, "pid": pid, "pss_bytes": pss(pid) if pid else None}
 
 
 def model_row(model: LoadedModel, generation: int) -> dict[str, Any]:

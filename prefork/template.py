@@ -1,9 +1,9 @@
-"""The template: opens every model of a generation once, then forks workers from itself when the master asks. Never serves.
+"""The template: opens every model of a generation once, then forks workers from itself on the master's word.
 
 A worker that begins as a copy of a process with open, warm sessions is ready in milliseconds and shares everything that
 the opening cost: packed weights whatever the kind of segment, libraries, heaps. This is safe only while the process has
 exactly one thread; where it has more (`threads` above one) it says so and leaves, and the master starts workers
-directly. The master's side of it is nursery.py.
+directly. It never serves. The master's side of it is nursery.py.
 
 A forked worker is re-parented to the master, which is the subreaper of its descendants: the template forks a process
 that forks the worker and leaves.
@@ -44,7 +44,6 @@ def main(channel: socket.socket, job: TemplateJob) -> int:
         prove(ready)
     except Unfit as e:
         line.send({"event": "unfit", "reason": e.message})
-        line.wait()
         return 0
     gc.collect()
     gc.freeze()
@@ -54,8 +53,11 @@ def main(channel: socket.socket, job: TemplateJob) -> int:
     while not line.closed:
         poll.poll()
         for message, fds in line.receive():
-            if message["command"] == "fork":
-                _fork(channel, job, ready, message, fds)
+            match message["command"]:
+                case "fork":
+                    _fork(channel, job, ready, message, fds)
+                case "reopen":
+                    log.reopen()
             for fd in fds:
                 os.close(fd)
     return 0
@@ -105,6 +107,7 @@ def _fork(
     try:
         _until_adopted(job.master_pid)
         channel.close()
+        Channel(line).send({"event": "hello", "pid": os.getpid()})
         code = worker.run(line, _worker_job(job, message, fds[1:]), ready)
     except BaseException as e:
         code = e.exit_code if isinstance(e, PreforkError) else CRASH

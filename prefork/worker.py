@@ -42,7 +42,7 @@ GC_THRESHOLD = 20_000  # requests make no cycles; frequent collections would onl
 
 
 def main(channel: socket.socket, job: WorkerJob) -> int:
-    """Open the models in this process and serve them. Raises PreforkError when it cannot begin."""
+    """Serve until told to leave; the exit code. Raises PreforkError when it cannot begin."""
     job.scoreboard.slot(job.slot).begin(os.getpid(), job.generation)
     ready = attach.make_ready(job.models, job.config, job.scratch)
     for note in ready.notes:
@@ -53,10 +53,8 @@ def main(channel: socket.socket, job: WorkerJob) -> int:
 
 
 def run(channel: socket.socket, job: WorkerJob, ready: attach.Ready) -> int:
-    """Serve models that are open and warm, until told to leave; the exit code. The way of a worker forked from the
-    template, which has opened them."""
+    """Serve models that are open and warm, until told to leave; the exit code."""
     job.scoreboard.slot(job.slot).begin(os.getpid(), job.generation)
-    Channel(channel).send({"event": "hello", "pid": os.getpid()})
     gc.set_threshold(GC_THRESHOLD, 20, 50)
     loop = uvloop.new_event_loop()
     return loop.run_until_complete(Worker(loop, channel, job, ready).serve())

@@ -212,13 +212,18 @@ def make_slot() -> Iterator[Callable[..., Slot]]:
 
 def test_models_come_and_go(reporting: Reporting, board: Scoreboard) -> None:
     def loaded(name: str) -> LoadedModel:
-        return LoadedModel(name, SegmentRef("posix", "segment", 10), {"form": "fp32", "notes": ["x"]})
+        tried = [{"name": "fp32", "chosen": False}, {"name": "int8", "chosen": True, "delta": 0.0012, "speedup": 2.9}]
+        report = {"form": "int8", "origin": "cache", "notes": ["x"], "gate": {"metric": "top-1", "candidates": tried}}
+        return LoadedModel(name, SegmentRef("posix", "secret", 10), report)
 
     reporting.models(1, [loaded("a"), loaded("b")])
     reporting.models(2, [loaded("b")])
     rows = board.read_master().models
     assert [(row.name, row.generation) for row in rows] == [("a", 0), ("b", 2)]
-    assert rows[1].labels == {"form": "fp32", "segment": "segment", "shm": "posix"}
+    assert rows[1].labels == {
+        "form": "int8", "shm": "posix", "origin": "cache", "metric": "top-1", "accuracy_delta": "0.0012",
+        "speedup": "2.9",
+    }  # fmt: skip
 
 
 def test_a_dead_process_comes_back_on_the_same_port(reporting: Reporting) -> None:
@@ -250,9 +255,9 @@ def test_it_is_the_last_to_leave(reporting: Reporting) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         other = Child("worker", 0, 1, 1, ours)
-        reporting.dismiss([child, other])
+        reporting.dismiss([child, other], 0.0)
         assert not child.leaving
-        reporting.dismiss([child])
+        reporting.dismiss([child], 0.0)
         assert child.leaving
     assert reaped(child) == 0
     reporting.left(child, 0, child.started)

@@ -32,21 +32,21 @@ def find_form(
 ) -> Outcome:
     """The form to serve; `trial` opens one as a worker does. Raises ModelError as Search.run does."""
     if kinds := quantize.already_quantized(source.skeleton):
-        return _fp32(gate, f"left alone: it is already quantized ({', '.join(kinds)})", "quantized-source")
+        return left_alone(gate, f"left alone: it is already quantized ({', '.join(kinds)})", "quantized-source")
     if gate.budget <= 0:
-        return _fp32(gate, "an accuracy budget of 0 leaves no room for quantization")
+        return left_alone(gate, "an accuracy budget of 0 leaves no room for quantization")
     if (opset := quantize.opset_of(source.skeleton)) < MIN_OPSET:
-        return _fp32(gate, f"opset {opset} is older than {MIN_OPSET}, the first with quantized operators")
+        return left_alone(gate, f"opset {opset} is older than {MIN_OPSET}, the first with quantized operators")
     progress(Step("studying the model", 0.0))
     try:
         study = Study(quantize.folded(source, folder), folder)
         if not study.linear_kinds and not study.convolutions:
-            return _fp32(gate, "no operator that would gain from quantization")
+            return left_alone(gate, "no operator that would gain from quantization")
         fp32 = trial(quantize.as_it_is(source, folder, progress))
     except ModelError as e:
-        return _fp32(gate, f"it cannot be studied: {e.message}")
+        return left_alone(gate, f"it cannot be studied: {e.message}")
     if isinstance(found := _inputs(fp32, warmup), str):
-        return _fp32(gate, found)
+        return left_alone(gate, found)
     return Search(gate, study, trial, progress).run(fp32, found)
 
 
@@ -63,5 +63,6 @@ def _inputs(fp32: Trial, warmup: Mapping[str, Array] | None) -> Warmup | str:
     return found.recipe
 
 
-def _fp32(gate: Gate, reason: str, choice: str = "fp32") -> Outcome:
+def left_alone(gate: Gate, reason: str, choice: str = "fp32") -> Outcome:
+    """The outcome without a search."""
     return Outcome(None, untried(gate, reason, choice))

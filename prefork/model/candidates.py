@@ -141,7 +141,7 @@ def _holds(state: State) -> bool:
 def _recipe(products: Sequence[Product], tolerance: float, others: bool) -> Recipe:
     chosen = plan(products, tolerance)
     why = tuple(
-        f"{p.node or p.output}: int8 costs {p.treatments[-1].error:.2%} of this product, {tolerance:.2%} are allowed"
+        f"{p.node or p.output}: int8 costs {p.least:.2%} of this product, {tolerance:.2%} are allowed"
         for p in products
         if chosen[p.output].kind == "fp32"
     )

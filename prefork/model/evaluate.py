@@ -70,7 +70,7 @@ class Judge:
 
     def _score(self, outputs: Outputs, labels: Array) -> float:
         if callable(self.metric):
-            return float(self.metric(self._joined(outputs), labels))
+            return self._called(self.metric, self._joined(outputs), labels)
         if self.name in ("top1", "f1"):
             found = np.concatenate([np.atleast_1d(self._decide(one)) for one in outputs])
             if found.size != labels.size:
@@ -83,6 +83,12 @@ class Judge:
         if self.name == "mse":
             return float(np.mean((values.astype(np.float64) - truth) ** 2))
         return float(np.mean(cosines(values, truth, len(labels))))
+
+    def _called(self, metric: Score, outputs: Mapping[str, Array], labels: Array) -> float:
+        try:
+            return float(metric(outputs, labels))
+        except Exception as e:  # the function is the owner's
+            raise ModelError(f"metric {self.name}: {type(e).__name__}: {e}") from None
 
     @property
     def _deciding(self) -> str:

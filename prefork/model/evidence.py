@@ -73,6 +73,8 @@ def gather(
         if len(calibration) > 1:  # what is judged was not seen before
             calibration, evaluation = calibration[0::2], Batches(evaluation[1::2])
             words = ", the half that calibration did not see"
+        else:
+            words = ", the same that calibration saw: give more"
     labelled = all(labels is not None for _, _, labels in evaluation)
     rows = [count for _, count, _ in evaluation]
     if labelled:
@@ -124,7 +126,8 @@ def _cut(group: dict[str, Array], specs: Sequence[TensorSpec]) -> Batches:
     total = len(labels) if labels is not None else max(counts, default=1)
     step = min((n for name, n in split.items() if n is not None and len(arrays[name]) == total), default=1)
     made = Batches()
-    for start in range(0, total - total % step if step and total >= step else total, max(step, 1)):
+    whole = total - total % step if any(_is_fixed(known[name]) for name, n in split.items() if n == step) else total
+    for start in range(0, whole, step):
         feed: dict[str, Value] = {
             name: _part(known[name], array, start, step, total if split[name] is not None else -1)
             for name, array in arrays.items()
@@ -155,6 +158,10 @@ def _split(spec: TensorSpec, array: Array) -> int | None:
     if isinstance(first, int):
         return first if first and len(array) % first == 0 and len(array) > first else None
     return BATCH
+
+
+def _is_fixed(spec: TensorSpec) -> bool:
+    return bool(spec.shape) and isinstance((spec.shape or (None,))[0], int)
 
 
 def _part(spec: TensorSpec, array: Array, start: int, step: int, total: int) -> Array:

@@ -18,6 +18,7 @@ Array: TypeAlias = "npt.NDArray[Any]"
 Score: TypeAlias = Callable[[Mapping[str, Array], Array], float]
 
 NO_SLOWER = 0.97  # of fp32's speed, in any shape bucket: below it a bucket got slower, above it the noise speaks
+FINALISTS = 0.75  # of the best form's speed: what is slower is not timed again beside it
 ALIKE = 0.03  # forms whose speeds differ by less are told apart by accuracy
 
 
@@ -28,7 +29,8 @@ class Gate:
     `budget`: the relative loss of accuracy that is allowed; 0 leaves fp32. `eval`: an npz of inputs, and `labels` for
     the metric; `calibration`: an npz of inputs (see evaluate.load); `batches`: calibration inputs that a caller holds
     already. `metric`: auto, top1, f1, cosine, mse, `module:function`, or a function of outputs by name and labels whose
-    value is the better the higher. `min_speedup`: over optimised fp32. `seconds`: after them no candidate is begun."""
+    value is the better the higher. `min_speedup`: over optimised fp32; 0 asks for accuracy alone. `seconds`: after them
+    no candidate is begun."""
 
     budget: float = 0.005
     eval: Path | None = None
@@ -83,7 +85,7 @@ def slow(measured: Measured, min_speedup: float) -> str:
     if not measured.timings:
         return "its speed was not measured"
     worst = min(measured.timings, key=lambda timing: timing.ratio)
-    if worst.ratio < NO_SLOWER:
+    if worst.ratio < min(NO_SLOWER, min_speedup):
         return f"slower than fp32 at {worst.bucket}: {worst.ratio:.2f} of its speed"
     if measured.speedup < min_speedup:
         return f"{measured.speedup:.2f} times as fast as fp32, the margin is {min_speedup:.2f}"
@@ -93,6 +95,13 @@ def slow(measured: Measured, min_speedup: float) -> str:
 def refusal(measured: Measured, gate: Gate) -> str:
     """Why the form does not pass; "" when it does."""
     return inaccurate(measured, gate.budget) or slow(measured, gate.min_speedup)
+
+
+def finalists(measured: Sequence[Measured], gate: Gate) -> list[Measured]:
+    """The forms that pass and are about as fast as the best: those to be timed side by side."""
+    passing = [one for one in measured if not refusal(one, gate)]
+    best = max((one.speedup for one in passing), default=0.0)
+    return [one for one in passing if one.speedup >= FINALISTS * best]
 
 
 def choose(measured: Sequence[Measured], gate: Gate) -> Measured | None:

@@ -18,9 +18,9 @@ import numpy as np
 import onnxruntime as ort
 from onnx import ModelProto
 
-from prefork.errors import ModelError
+from prefork.errors import ModelError, SegmentFull
 from prefork.model import external, optimize, probe, signature
-from prefork.model.auto import find_form
+from prefork.model.auto import find_form, left_alone
 from prefork.model.evaluate import cosine
 from prefork.model.external import embed_subgraphs, relocate
 from prefork.model.gate import Gate
@@ -69,13 +69,11 @@ def prepare(
 
     `quantize`: a key of FORMS, or auto: the fastest form that passes `gate`. `warmup`: inputs that run, by name.
     `progress` gets a word at each step, a report.Step where it is known how far that is. `work_dir` is on a disk with
-    room for the estimate, and for the model again when quantizing (auto: for both once more); afterwards it holds
-    `weights` and nothing else of ours, and after an error nothing. Raises ModelError, SegmentFull without the room."""
+    room for the estimate, and for the model again when quantizing (auto: twice both, else no search); afterwards it
+    holds `weights` and nothing else of ours, and after an error nothing. Raises ModelError, SegmentFull without room."""
     if quantize not in (*FORMS, AUTO):
         raise ModelError(f"quantize: expected one of {', '.join(FORMS)}, {AUTO}, found {quantize!r}")
     needed = estimate(source) + (0 if quantize == "none" else source.nbytes)
-    if quantize == AUTO:  # fp32 to compare with, the folded model, and one candidate with its weights packed
-        needed += estimate(source) + source.nbytes
     try:
         optimize.check_room(work_dir, needed)
         with tempfile.TemporaryDirectory(prefix="prepare-", dir=work_dir) as scratch:
@@ -129,7 +127,7 @@ class Job:
         if found is not None:
             manifest = replace(manifest, warmup=found.recipe)
         self._verify(manifest, graph)
-        if found is not None and form.name == "int8-dynamic":
+        if found is not None and form.name == "int8-dynamic" and self._quantize != AUTO:
             self._compare(manifest, found)
         weights = saved.data.rename(self._folder / WEIGHTS)
         graph = external.relocate(graph, WEIGHTS, 0)
@@ -147,7 +145,12 @@ class Job:
         return form
 
     def _search(self, warmup: Mapping[str, Array] | None) -> Form:
-        found = find_form(self._source, self._folder, self._gate, warmup, self._trial, self._progress)
+        try:  # fp32 to compare with, the folded model, and one candidate with its weights packed
+            optimize.check_room(self._folder, 2 * (estimate(self._source) + self._source.nbytes))
+        except SegmentFull as e:
+            found = left_alone(self._gate, f"no room for a search: {e.message}")
+        else:
+            found = find_form(self._source, self._folder, self._gate, warmup, self._trial, self._progress)
         self._found = {"gate": found.report}
         self._notes.append(f"quantize auto chose {found.report['choice']}: {found.report['reason']}")
         self._lap("search")

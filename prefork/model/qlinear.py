@@ -20,6 +20,7 @@ from onnx import ModelProto, NodeProto, helper
 from prefork.model import external
 from prefork.model.absorb import Absorbed, Graph
 from prefork.model.calibrate import Range
+from prefork.model.quantize import SMALL
 from prefork.model.weights import Weights, per_channel
 
 MICROSOFT = "com.microsoft"
@@ -200,7 +201,7 @@ class Rewrite:
         if name not in self._constants:
             number = helper.np_dtype_to_tensor_dtype(array.dtype)
             tensor = self._model.graph.initializer.add(name=name, data_type=number, dims=array.shape)
-            if array.nbytes < 64:
+            if array.nbytes <= SMALL:
                 tensor.raw_data = array.tobytes()
             else:
                 self._data.append(tensor, [np.ascontiguousarray(array).data])

@@ -25,6 +25,7 @@ from prefork.model.repository import Source
 from prefork.model.weights import Floats, Weights, per_channel
 
 MIN_ELEMENTS = 128 * 128  # below it a run gains nothing at any batch size: quantizing the activations costs more
+SMALL = 64  # bytes that stay in the graph
 MIN_OPSET = 11  # DynamicQuantizeLinear
 MICROSOFT = "com.microsoft"
 DOMAINS = ("", MICROSOFT)
@@ -246,7 +247,10 @@ class Local:
     def _add(self, name: str, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> str:
         number = helper.np_dtype_to_tensor_dtype(array.dtype)
         tensor = self._graph.initializer.add(name=name, data_type=number, dims=array.shape)
-        self._data.append(tensor, [np.ascontiguousarray(array).data])
+        if array.nbytes <= SMALL:  # shape inference reads axes, and only from the graph itself
+            tensor.raw_data = array.tobytes()
+        else:
+            self._data.append(tensor, [np.ascontiguousarray(array).data])
         return name
 
     def activation(self, name: str, treatment: Treatment = PLAIN) -> tuple[list[NodeProto], Activation]:

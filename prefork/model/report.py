@@ -95,7 +95,7 @@ def _reason(log: _Log, chosen: Measured | None) -> str:
     if log.tried:
         return "no form passes: " + "; ".join(dict.fromkeys(f"{o.measured.name} {o.refusal}" for o in log.tried))
     said = [*log.failed, *log.not_tried]
-    return "nothing to try: " + "; ".join(dict.fromkeys(f"{name}: {reason}" for name, reason in said[:4]))
+    return "nothing to try: " + "; ".join(dict.fromkeys(reason for _, reason in said))
 
 
 def _candidate(one: _Tried, chosen: bool) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from prefork.model import evaluate, evidence, timing
 from prefork.model.candidates import TABLE, Row, Tried
 from prefork.model.evaluate import Judge
 from prefork.model.evidence import Data, Feed
-from prefork.model.gate import Gate, Measured, choose, inaccurate, refusal
+from prefork.model.gate import Gate, Measured, Timing, choose, finalists, inaccurate, refusal
 from prefork.model.manifest import Warmup
 from prefork.model.quantize import Form
 from prefork.model.recipe import Built, Recipe, build
@@ -59,6 +59,7 @@ class Search:
         self._begun = time.monotonic()
         self._log = Log()
         self._built: dict[int, Built] = {}
+        self._trials: dict[int, Trial] = {}  # of those that passed so far and may win
         study.deadline = self._end
         study.tried = self._log.tried
 
@@ -68,12 +69,14 @@ class Search:
         data = evidence.gather(self._gate, specs, recipe, self._study.limits, lambda feed: _runs(fp32, feed))
         data = self._affordable(fp32, data)
         judge = evaluate.judge(self._gate.metric, data, fp32.session.outputs, self._study.makers)
-        theirs = [fp32.run(feed) for feed in data.evaluation]
+        theirs = [_given(fp32, feed) for feed in data.evaluation]
         judge.measure(theirs, theirs)  # labels that do not fit are the owner's, and are said before any work
         buckets = self._buckets(fp32, evidence.buckets(data, specs, recipe))
         self._study.use(data)
+        bench = Bench(judge, theirs, fp32, buckets, self._gate)
         for index, row in enumerate(TABLE):
-            self._row(row, index, Bench(judge, theirs, fp32, buckets, self._gate))
+            self._row(row, index, bench)
+        self._final(bench)
         chosen = choose([one.measured for one in self._log.tried], self._gate)
         number = next((i for i, one in enumerate(self._log.tried) if one.measured is chosen), -1)
         form = self._built[number].form if chosen is not None else None
@@ -113,7 +116,8 @@ class Search:
         number = len(self._log.tried)
         try:
             built = build(recipe, self._study.folder, f"form{number}", reduce_range=self._study.reduce_range)
-            measured = bench.measure(self._trial(built.form), recipe, built)
+            trial = self._trial(built.form)
+            measured = bench.measure(trial, recipe, built)
         except Exception as e:  # onnxruntime's exceptions share no base class but this one
             self._log.failed.append((row.name, _reason(e)))
             return None
@@ -122,11 +126,27 @@ class Search:
         self._built[number] = built
         if not accurate:
             built.form.path.with_suffix(".bin").unlink()
+        self._trials[number] = trial
+        may_win = finalists([one.measured for one in self._log.tried], self._gate)
+        for index in [i for i in self._trials if self._log.tried[i].measured not in may_win]:
+            del self._trials[index]
         return measured
+
+    def _final(self, bench: Bench) -> None:
+        """Time those that may win once more, side by side: alone, each met another moment of the machine."""
+        if len(self._trials) < 2:
+            return
+        self._progress(Step("quantizing: timing the finalists", 1.0))
+        numbers = list(self._trials)
+        found = bench.time([self._trials[number] for number in numbers])
+        for number, timings in zip(numbers, found, strict=True):
+            one = self._log.tried[number]
+            measured = replace(one.measured, timings=timings)
+            self._log.tried[number] = replace(one, measured=measured, refusal=refusal(measured, self._gate))
 
     def _affordable(self, fp32: Trial, data: Data) -> Data:
         first = data.evaluation[0]
-        fp32.run(first)
+        _given(fp32, first)
         begun = time.perf_counter()
         fp32.run(first)
         once = time.perf_counter() - begun
@@ -164,10 +184,22 @@ class Bench:
         measured = Measured(recipe.name, trial.nbytes, delta, score, (), kept, built.treatments)
         if inaccurate(measured, self.gate.budget):
             return measured
-        timings = tuple(
-            timing.compare(name, self.fp32.call(feed), trial.call(feed)) for name, feed in self.buckets.items()
-        )
-        return replace(measured, timings=timings)
+        return replace(measured, timings=self.time([trial])[0])
+
+    def time(self, trials: Sequence[Trial]) -> list[tuple[Timing, ...]]:
+        """In every bucket, for each of the trials."""
+        found = [
+            timing.compare(name, self.fp32.call(feed), [trial.call(feed) for trial in trials])
+            for name, feed in self.buckets.items()
+        ]
+        return [tuple(bucket[index] for bucket in found) for index in range(len(trials))]
+
+
+def _given(trial: Trial, feed: Feed) -> list[Value]:
+    try:
+        return trial.run(feed)
+    except PreforkError as e:
+        raise ModelError(f"the evaluation inputs do not run: {e.message}") from None
 
 
 def _runs(trial: Trial, feed: Feed) -> bool:

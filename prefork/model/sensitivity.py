@@ -34,6 +34,11 @@ class Product:
     elements: int
     treatments: tuple[Treatment, ...]
 
+    @property
+    def least(self) -> float:
+        """The smallest error that a treatment leaves."""
+        return min(treatment.error for treatment in self.treatments)
+
     def within(self, tolerance: float) -> Treatment:
         """The cheapest treatment whose error is at most `tolerance`; fp32 when there is none."""
         return next((t for t in self.treatments if t.error <= tolerance), FP32)
@@ -76,7 +81,8 @@ def measure(
         found += _group(rows.pop(name), users, weights, top)
         if time.monotonic() > deadline:
             return []
-    return found
+    order = {node.output[0]: index for index, node in enumerate(nodes)}
+    return sorted(found, key=lambda product: order[product.output])
 
 
 def _group(x: Floats, users: list[NodeProto], weights: Weights, top: int) -> list[Product]:

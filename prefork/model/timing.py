@@ -19,19 +19,22 @@ SECONDS = 3.0  # for one bucket, after the least number of turns
 SAMPLE = 0.002  # seconds; shorter runs are repeated until a sample lasts about that long
 
 
-def compare(bucket: str, fp32: Call, ours: Call, clock: Callable[[], float] = perf_counter) -> Timing:
-    """Run both by turns; the first run of each is not counted. Raises what they raise."""
-    repeats = max(1, min(int(SAMPLE / max(_sample(fp32, 1, clock), 1e-6)), 1000))
-    _sample(ours, 1, clock)
-    pairs: list[tuple[float, float]] = []
+def compare(
+    bucket: str, fp32: Call, forms: Sequence[Call], clock: Callable[[], float] = perf_counter
+) -> tuple[Timing, ...]:
+    """Run fp32 and all forms by turns, every other turn in the opposite order; the first run of each is not counted.
+
+    One timing for each form. Raises what they raise."""
+    calls = [fp32, *forms]
+    first = [_sample(call, 1, clock) for call in calls]
+    repeats = max(1, min(int(SAMPLE / max(first[0], 1e-6)), 1000))
+    turns: list[list[float]] = []
     begun = clock()
-    while len(pairs) < TURNS[0] or (len(pairs) < TURNS[1] and clock() - begun < SECONDS):
-        if len(pairs) % 2:
-            second, first = _sample(ours, repeats, clock), _sample(fp32, repeats, clock)
-        else:
-            first, second = _sample(fp32, repeats, clock), _sample(ours, repeats, clock)
-        pairs.append((first, second))
-    return summary(bucket, pairs)
+    while len(turns) < TURNS[0] or (len(turns) < TURNS[1] and clock() - begun < SECONDS):
+        order = range(len(calls)) if len(turns) % 2 == 0 else reversed(range(len(calls)))
+        taken = {index: _sample(calls[index], repeats, clock) for index in order}
+        turns.append([taken[index] for index in range(len(calls))])
+    return tuple(summary(bucket, [(turn[0], turn[i]) for turn in turns]) for i in range(1, len(calls)))
 
 
 def summary(bucket: str, pairs: Sequence[tuple[float, float]]) -> Timing:

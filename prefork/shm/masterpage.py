@@ -148,11 +148,9 @@ def _text(name: str, labels: Mapping[str, str]) -> bytes:
 
 def _read_row(words: memoryview, column: int) -> ModelRow | None:
     base = _row(column)
-    for _ in range(_LOOKS):
+    for _ in range(_LOOKS if words[base + w.R_LENGTH] else 0):
         data = words[base : base + w.ROW_WORDS].tobytes()
         row = memoryview(data).cast("Q")
-        if not row[w.R_LENGTH]:
-            break
         text = data[8 * w.R_TEXT :][: row[w.R_LENGTH]]
         if zlib.crc32(text) == row[w.R_CHECK]:
             labels: dict[str, str] = json.loads(text)

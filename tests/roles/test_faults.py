@@ -124,7 +124,7 @@ def test_a_killed_master_takes_everybody_along(place: Path) -> None:
     assert server.leftovers()
     with server:
         events = [line["event"] for line in server.log()]
-        assert "removed a dead master's segment" in events and "removed a dead master's scratch directory" in events
+        assert "removed a dead master's scratch directory" in events  # any other start may have taken the segment
         assert segments_of(pid) == [] and serves(server.unix)
 
 

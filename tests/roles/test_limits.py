@@ -196,7 +196,8 @@ def test_what_a_vanished_client_asked_for_is_not_run(server: Server, wire: Wire,
 def test_a_half_closed_client_gets_its_answers(wire: Wire) -> None:
     wire.send(infer(1, "slow", n=rounds(50)), infer(2, "slow", n=rounds(1)))
     wire.sock.shutdown(socket.SHUT_WR)
-    assert [answer.id for answer in wire.end()] == [1, 2]
+    found = wire.end()
+    assert [answer.id for answer in found if answer.kind != Kind.GOAWAY] == [1, 2]
 
 
 def test_a_client_that_does_not_read_is_ended(server: Server, wire: Wire) -> None:
@@ -217,7 +218,8 @@ def test_given_up_requests_do_not_pile_up(server: Server, wire: Wire) -> None:
     for i in range(2, 66):
         wire.send(infer(i, "sink", n=rounds(0), x=x), cancel(i))
     wire.send(live(100))
-    assert wire.answer().id == 100  # all are taken and cancelled, and 1 runs still
+    while (answer := wire.answer()).id != 100:  # all are cancelled or refused, and 1 runs still
+        assert answer.refused(Code.RESOURCE_EXHAUSTED)
     assert peak(server) - before < 64 * MIB  # 64 requests are 256 MiB
     wire.send(cancel(1))
 

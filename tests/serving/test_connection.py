@@ -192,10 +192,6 @@ def test_a_vanished_client_is_dropped() -> None:
         await bench.talk(side)
         await bench.gone()
         assert counts(bench.words)["dropped"] == 2
-        Gated.gate.set()
-        while bench.scheduler.held:  # their places are free when the lane has passed them
-            await asyncio.sleep(0)
-        assert Gated.runs <= 1
 
     with_connection(body, run_in="thread", session=gated())
 
