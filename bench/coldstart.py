@@ -9,6 +9,7 @@ files are in the page cache for all of them.
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 import time
@@ -32,7 +33,8 @@ STAGES = {"starting": "master up", "segment published": "copied", "READY": "open
 
 @dataclass
 class Rounds:
-    """Seconds of each round. `stages`: what our warm starts were doing, from the log."""
+    """Seconds of each round. `stages`: what our warm starts were doing, from the log; `cpu`: CPU seconds of all
+    processes of a part, their end included, which a busy machine disturbs less."""
 
     warm: list[float] = field(default_factory=list)
     imports: list[float] = field(default_factory=list)
@@ -40,24 +42,32 @@ class Rounds:
     plain: list[float] = field(default_factory=list)
     plain_imports: list[float] = field(default_factory=list)
     stages: list[dict[str, float]] = field(default_factory=list)
+    cpu: list[tuple[float, ...]] = field(default_factory=list)
 
     @property
     def beyond(self) -> list[float]:
         return [warm - own for warm, own in zip(self.warm, self.imports, strict=True)]
 
 
-def helper(*args: str) -> float:
-    """Seconds until a helper process says that it is done."""
-    began = time.perf_counter()
+def cpu() -> float:
+    """CPU seconds of all processes that have ended below this one."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def helper(*args: str) -> tuple[float, float]:
+    """Seconds until a helper process says that it is done, and its CPU seconds."""
+    began, before = time.perf_counter(), cpu()
     with Peer("bench.cold", *args):
-        return time.perf_counter() - began
+        took = time.perf_counter() - began
+    return took, cpu() - before
 
 
-def serve(source: Path, form: str, place: Path, cache: str, data: bytes) -> tuple[float, dict[str, float]]:
-    """Seconds until the first answer of a server of its own, and the seconds that each stage took."""
+def serve(source: Path, form: str, place: Path, cache: str, data: bytes) -> tuple[float, float, dict[str, float]]:
+    """Seconds until the first answer of a server of its own, CPU seconds, and the seconds that each stage took."""
     place.mkdir()
     args = (f"--model={source.stem}={source}", "--quantize", form, "--workers", "1", "--cache-dir", cache)
-    began, clock = time.perf_counter(), time.time()
+    began, before_cpu, clock = time.perf_counter(), cpu(), time.time()
     with Server(place, *args) as server:
         (address,) = [str(line["bind"]) for line in server.log() if line["event"] == "starting"]
         wire.exchange(address, data)
@@ -68,7 +78,7 @@ def serve(source: Path, form: str, place: Path, cache: str, data: bytes) -> tupl
                 moment = datetime.fromisoformat(line["ts"]).timestamp()
                 stages[stage], before = moment - before, moment
         stages["answered"] = clock + took - before
-    return took, stages
+    return took, cpu() - before_cpu, stages
 
 
 def fill(source: Path, form: str, cache: str) -> None:
@@ -86,27 +96,31 @@ def measure(source: Path, form: str, place: Path, rounds: int) -> Rounds:
     fill(source, form, cache)
     found = Rounds()
     for turn in range(rounds + 1):
-        warm, stages = serve(source, form, place / f"warm-{turn}", cache, data)
-        row = (
-            warm, helper("imports", "serve"), serve(source, form, place / f"fresh-{turn}", "", data)[0],
-            helper("plain", str(source), str(inputs)), helper("imports", "plain"),
-        )  # fmt: skip
+        warm, warm_cpu, stages = serve(source, form, place / f"warm-{turn}", cache, data)
+        imports = helper("imports", "serve")
+        fresh, fresh_cpu, _ = serve(source, form, place / f"fresh-{turn}", "", data)
+        plain = helper("plain", str(source), str(inputs))
+        parts = ((warm, warm_cpu), imports, (fresh, fresh_cpu), plain, helper("imports", "plain"))
         if turn:  # the first round brings files into the page cache
             found.stages.append(stages)
             lists = (found.warm, found.imports, found.fresh, found.plain, found.plain_imports)
-            for values, seconds in zip(lists, row, strict=True):
-                values.append(seconds)
+            for values, part in zip(lists, parts, strict=True):
+                values.append(part[0])
+            found.cpu.append(tuple(part[1] for part in parts))
     return found
 
 
 def show(report: harness.Report, title: str, found: Rounds) -> None:
     plain = median(found.plain)
+    warm_cpu, _, fresh_cpu, plain_cpu, _ = (median(part) for part in zip(*found.cpu, strict=True))
+    fresh, warm, own = median(found.fresh), median(found.warm), median(found.imports)
     rows = [
-        ("reference: a plain process, fp32 file", plain, median(found.plain_imports), 1.0),
-        ("baseline: our server, preparing", median(found.fresh), median(found.imports), median(found.fresh) / plain),
-        ("ours: our server, from the cache", median(found.warm), median(found.imports), median(found.warm) / plain),
+        ("reference: a plain process, fp32 file", plain, median(found.plain_imports), 1.0, plain_cpu),
+        ("baseline: our server, preparing", fresh, own, fresh / plain, fresh_cpu),
+        ("ours: our server, from the cache", warm, own, warm / plain, warm_cpu),
     ]
-    report.table(f"{title}: process start to first answer", ("START", "SECONDS", "OF THEM IMPORTS", "RATIO"), rows)
+    head = ("START", "SECONDS", "OF THEM IMPORTS", "RATIO", "CPU SECONDS")
+    report.table(f"{title}: process start to first answer", head, rows)
     names = list(found.stages[0])
     stages = [(name, median(stage[name] for stage in found.stages)) for name in names]
     report.table("ours, stage by stage", ("STAGE", "SECONDS"), stages)
@@ -123,7 +137,9 @@ def main(argv: Sequence[str]) -> int:
     with harness.place() as place:
         found = measure(source, args.quantize, place, args.rounds or (2 if args.quick else 7))
     show(report, f"{source.stem} {args.quantize}", found)
-    report.data["seconds_of_rounds"] = {name: getattr(found, name) for name in ("warm", "imports", "fresh", "plain")}
+    report.data["seconds_of_rounds"] = {
+        name: getattr(found, name) for name in ("warm", "imports", "fresh", "plain", "cpu")
+    }
     beyond, warm = median(found.beyond), median(found.warm)
     figure = (
         f"{source.stem} {args.quantize} from the cache: first answer {beyond:.2f} s beyond imports of "

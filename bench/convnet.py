@@ -42,7 +42,8 @@ def _idx(path: Path) -> npt.NDArray[Any]:
     with gzip.open(path) as file:
         data = file.read()
     rank = data[3]
-    return np.frombuffer(data, np.uint8, offset=4 + 4 * rank).reshape(struct.unpack(f">{rank}I", data[4 : 4 + 4 * rank]))
+    start = 4 + 4 * rank
+    return np.frombuffer(data, np.uint8, offset=start).reshape(struct.unpack(f">{rank}I", data[4:start]))
 
 
 class Conv:
@@ -63,10 +64,12 @@ class Conv:
         self._columns = windows.transpose(0, 2, 3, 1, 4, 5).reshape(count * height * width, -1)
         flat = self.weight.reshape(len(self.weight), -1)
         y = (self._columns @ flat.T + self.bias).reshape(count, height, width, -1).transpose(0, 3, 1, 2)
-        self._shape, y = x.shape, np.maximum(y, 0)
+        self._shape = x.shape
+        y = np.maximum(y, 0).astype(np.float32)
         self._active = y > 0
         if not self.pool:
-            return y
+            whole: Floats = y
+            return whole
         blocks = y.reshape(count, -1, height // 2, 2, width // 2, 2)
         top: Floats = blocks.max((3, 5))
         self._won = blocks == top[:, :, :, None, :, None]
@@ -89,14 +92,13 @@ class Conv:
         padded = np.zeros((count, inputs, height + 2 * edge, width + 2 * edge), np.float32)
         for row in range(size):
             for column in range(size):
-                padded[:, :, row : row + height, column : column + width] += parts[..., row, column].transpose(0, 3, 1, 2)
+                part = parts[..., row, column].transpose(0, 3, 1, 2)
+                padded[:, :, row : row + height, column : column + width] += part
         return padded[:, :, edge : edge + height, edge : edge + width]
 
     def _step(self, weight: Floats, bias: Floats) -> None:
-        for value, moved, gradient in zip((self.weight, self.bias), self._moved, (weight, bias), strict=True):
-            moved *= MOMENTUM
-            moved -= RATE * gradient
-            value += moved
+        moved = [MOMENTUM * old - RATE * new for old, new in zip(self._moved, (weight, bias), strict=True)]
+        self.weight, self.bias, self._moved = self.weight + moved[0], self.bias + moved[1], moved
 
 
 class Net:
@@ -141,14 +143,14 @@ class Net:
         nodes, weights, name = [], [], "image"
         for index, layer in enumerate(self._layers):
             edge = layer.size // 2
-            weights += [numpy_helper.from_array(layer.weight, f"w{index}"), numpy_helper.from_array(layer.bias, f"b{index}")]
+            weights += [_stored(layer.weight, f"w{index}"), _stored(layer.bias, f"b{index}")]
             nodes.append(helper.make_node("Conv", [name, f"w{index}", f"b{index}"], [f"c{index}"], pads=[edge] * 4))
             nodes.append(helper.make_node("Relu", [f"c{index}"], [f"r{index}"]))
             name = f"r{index}"
             if layer.pool:
                 nodes.append(helper.make_node("MaxPool", [name], [f"p{index}"], kernel_shape=[2, 2], strides=[2, 2]))
                 name = f"p{index}"
-        weights += [numpy_helper.from_array(self._head, "head"), numpy_helper.from_array(self._offset, "offset")]
+        weights += [_stored(self._head, "head"), _stored(self._offset, "offset")]
         nodes += [
             helper.make_node("GlobalAveragePool", [name], ["mean"]),
             helper.make_node("Flatten", ["mean"], ["flat"]),
@@ -158,4 +160,9 @@ class Net:
         inputs = [helper.make_tensor_value_info("image", TensorProto.FLOAT, ["batch", 1, 28, 28])]
         outputs = [helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["batch", CLASSES])]
         graph = helper.make_graph(nodes, "convnet", inputs, outputs, weights)
-        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8, producer_name="bench")
+        opsets = [helper.make_opsetid("", 17)]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=8, producer_name="bench")
+
+
+def _stored(array: Floats, name: str) -> TensorProto:
+    return numpy_helper.from_array(np.ascontiguousarray(array, np.float32), name)

@@ -49,7 +49,6 @@ class Telemetry:
     def __init__(self, channel: socket.socket, job: TelemetryJob) -> None:
         self._job = job
         self._log = job.log.for_role("telemetry")
-        channel.setblocking(False)  # CPython's recv_fds pays no heed to MSG_DONTWAIT
         self._channel = Channel(channel)
         self._leave = asyncio.Event()
         self._watcher = Watcher(job.scoreboard)

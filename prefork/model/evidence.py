@@ -81,8 +81,11 @@ def gather(
         words = f"task accuracy on {sum(rows)} labelled samples"
     else:
         words = f"agreement with fp32 on {sum(rows)} samples given{words}"
+    if not calibration:
+        calibration = [batch for batch, _, _ in evaluation[:: max(1, len(evaluation) // 8)]]
+        words += ", some of which served as calibration"
     return Data(
-        calibration[:MAX_CALIBRATION] or [batch for batch, _, _ in evaluation[:: max(1, len(evaluation) // 8)]],
+        calibration[:MAX_CALIBRATION],
         [batch for batch, _, _ in evaluation],
         rows,
         [labels for _, _, labels in evaluation if labels is not None] if labelled else None,
@@ -98,9 +101,10 @@ def load(path: Path, specs: Sequence[TensorSpec]) -> Batches:
             arrays = {name: file[name] for name in file.files}
     except (OSError, ValueError, zipfile.BadZipFile, AttributeError) as e:
         raise ModelError(f"data file {str(path)!r}: expected an npz of arrays: {e}") from None
+    known = {spec.name for spec in specs}
     groups: dict[str, dict[str, Array]] = {}
     for name, array in arrays.items():
-        base, _, group = name.partition("@")
+        base, _, group = (name, "", "") if name in known else name.partition("@")
         groups.setdefault(group, {})[base] = array
     made = Batches()
     try:

@@ -70,7 +70,7 @@ def prepare(
     `quantize`: a key of FORMS, or auto: the fastest form that passes `gate`. `warmup`: inputs that run, by name.
     `progress` gets a word at each step, a report.Step where it is known how far that is. `work_dir` is on a disk with
     room for the estimate, and for the model again when quantizing (auto: twice both, else no search); afterwards it
-    holds `weights` and nothing else of ours, and after an error nothing. Raises ModelError, SegmentFull without room."""
+    holds `weights` and nothing else of ours, and after an error nothing. Raises ModelError; SegmentFull: no room."""
     if quantize not in (*FORMS, AUTO):
         raise ModelError(f"quantize: expected one of {', '.join(FORMS)}, {AUTO}, found {quantize!r}")
     needed = estimate(source) + (0 if quantize == "none" else source.nbytes)

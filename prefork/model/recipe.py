@@ -54,6 +54,8 @@ def build(recipe: Recipe, folder: Path, stem: str, *, reduce_range: bool) -> Bui
         if recipe.static is not None:
             static = as_static(model, _weights(model, folder), data, recipe.static)
             done += Counter({f"static {kind}": count for kind, count in static.done.items()})
+            unknown = [name for name in static.kept if name not in recipe.static.keep]
+            left += [f"{name}: no finite range was seen" for name in unknown]
         if recipe.bits and (count := weightonly.rewrite(model, _weights(model, folder), data, recipe.bits)):
             done[f"{recipe.bits}-bit weights"] += count
         if recipe.linear is not None:

@@ -103,13 +103,12 @@ class Search:
         with contextlib.closing(row.forms(self._study)) as forms:
             recipe: Recipe | None = next(forms, None)
             while recipe is not None:
-                measured = self._one(row, recipe, bench)
+                try:
+                    recipe = forms.send(self._one(row, recipe, bench))
+                except StopIteration:
+                    return
                 if time.monotonic() > self._end:
                     self._log.stopped = True
-                    return
-                try:
-                    recipe = forms.send(measured)
-                except StopIteration:
                     return
 
     def _one(self, row: Row, recipe: Recipe, bench: Bench) -> Measured | None:

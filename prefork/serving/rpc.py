@@ -34,7 +34,6 @@ from prefork.shm import words as board
 INFER, INFER_REPLY = int(Kind.INFER), int(Kind.INFER_REPLY)  # an enum's members are slower to find and to compare
 JOIN_BELOW = 1 << 16  # bytes; a longer body is written behind its header instead of being copied to it
 LATE_DECODE = 1 << 16  # bytes; a larger request is decoded only after it is sure of a place
-LARGEST_REPLY = (1 << 32) - 1  # bytes of body that a header can tell
 SLICE = 1e-3  # seconds of one connection's pipelined requests before the others have their turn
 
 
@@ -254,8 +253,8 @@ class Connection(Stream):
             return
         try:
             body = CODECS[codec].encode_infer_reply(result)
-            if len(body) > LARGEST_REPLY:
-                raise Internal(f"the reply has {len(body)} bytes, a frame holds {LARGEST_REPLY}")
+            if len(body) > self.service.limits.max_frame_bytes:
+                raise _too_large(len(body), self.service.limits.max_frame_bytes)
         except PreforkError as e:
             self._send_error(request_id, codec, e)
             return
@@ -335,6 +334,12 @@ def _refuse_id(request_id: int) -> NoReturn:
         raise InvalidArgument("request id 0 stands for the connection; expected 1 or more")
     # answering under an id in use would be taken for the answer of the first request
     raise ProtocolError(f"request id {request_id} is in flight already on this connection")
+
+
+def _too_large(size: int, most: int) -> ResourceExhausted:
+    error = ResourceExhausted(f"the reply has {size} bytes, max_frame_bytes is {most}")
+    error.retryable = False  # it would be as large again
+    return error
 
 
 def factory(service: Service, loop: asyncio.AbstractEventLoop) -> Callable[[], Connection]:

@@ -86,6 +86,9 @@ def test_what_is_judged_was_not_calibrated_on(tmp_path: Path) -> None:
     assert not seen & {float(feed["x"][0, 0]) for feed in found.evaluation}
     assert (found.kind, sum(found.rows)) == ("agreement", 16)
     assert "the half that calibration did not see" in found.words
+    judged = evidence.gather(Gate(eval=path), FREE, recipe, {}, lambda _: True)
+    assert (sum(judged.rows), len(judged.calibration)) == (32, 4)
+    assert judged.words.endswith("some of which served as calibration")
     held = evidence.gather(Gate(batches=[{"x": np.zeros((2, 3), np.float32)}]), FREE, recipe, {}, lambda _: True)
     assert (held.kind, held.rows) == ("agreement", [2])
 

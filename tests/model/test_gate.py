@@ -13,8 +13,8 @@ from prefork.errors import ModelError
 from prefork.model import repository
 from prefork.model.gate import Gate, Measured, Timing, choose, finalists, inaccurate, refusal, slow
 from prefork.model.manifest import Manifest
-from prefork.model.opening import Mapped
-from prefork.model.pack import Prepared, prepare
+from prefork.model.opening import InMemory, Mapped
+from prefork.model.pack import Prepared, embed_subgraphs, prepare
 from prefork.model.report import Step, report_lines
 from prefork.model.session import Session
 from prefork.model.timing import TURNS, compare, summary
@@ -114,6 +114,16 @@ def prepared(folder: Path, path: Path, gate: Gate, steps: list[str] | None = Non
     return prepare(source, name="m", quantize="auto", gate=gate, work_dir=work, progress=told)
 
 
+def check_opens(found: Prepared) -> None:
+    """From a file and from memory, as the two kinds of segment hold it."""
+    memory = InMemory(memoryview(found.weights.read_bytes()))
+    ways = (found.graph, Mapped(str(found.weights.parent))), (embed_subgraphs(found.graph, found.weights), memory)
+    for graph, weights in ways:
+        warm = Session.open(found.manifest, graph, weights).warm()
+        assert warm is not None
+        assert warm.matches
+
+
 def test_the_trap_passes_by_mixed_precision(tmp_path: Path) -> None:
     path, data = trap.write(tmp_path)
     steps: list[str] = []
@@ -129,9 +139,7 @@ def test_the_trap_passes_by_mixed_precision(tmp_path: Path) -> None:
     assert chosen["treatments"].keys() - {"int8"}
     assert "task accuracy on 1797 labelled samples" in gate["evidence"]
     assert Manifest.from_json(found.manifest.to_json()) == found.manifest
-    warm = Session.open(found.manifest, found.graph, Mapped(str(found.weights.parent))).warm()
-    assert warm is not None
-    assert warm.matches
+    check_opens(found)
     fractions = [step.fraction for step in steps if isinstance(step, Step)]
     assert fractions == sorted(fractions)
     assert fractions
@@ -192,9 +200,7 @@ def test_without_data_the_evidence_is_called_the_weakest(tmp_path: Path, name: s
     gate = found.manifest.report["gate"]
     assert "weakest evidence" in gate["evidence"]
     assert not [one for one in gate["failed"] if not one["name"].startswith("weights")]
-    warm = Session.open(found.manifest, found.graph, Mapped(str(found.weights.parent))).warm()
-    assert warm is not None
-    assert warm.matches
+    check_opens(found)
     if name == "convolution":
         assert gate["choice"] == "fp32"
         assert "give --calibration" in gate["reason"]
@@ -249,6 +255,4 @@ def test_real_models_end_within_the_budget(models_dir: Path, tmp_path: Path, nam
     assert not [one for one in gate["failed"] if one["name"] in ("int8-dynamic", "static-minmax")]
     chosen = [one for one in gate["candidates"] if one["chosen"]]
     assert all(one["delta"] <= 0.005 for one in chosen)
-    warm = Session.open(found.manifest, found.graph, Mapped(str(found.weights.parent))).warm()
-    assert warm is not None
-    assert warm.matches
+    check_opens(found)
