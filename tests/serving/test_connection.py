@@ -74,6 +74,8 @@ def with_connection(body: Callable[[Bench], Awaitable[None]], **how: Any) -> Non
                 Gated.gate.set()
                 bench.wire.sock.close()
                 await bench.gone()
+                while bench.scheduler.held:  # places are free when the lane has passed what was dropped
+                    await loop.run_in_executor(None, Gated.gate.wait)
                 bench.scheduler.close()
             assert not bench.faults and counts(bench.words)["in_flight"] == 0
 
