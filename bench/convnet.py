@@ -1,6 +1,6 @@
 """A small convolutional classifier of 28 by 28 pictures, trained here with numpy, and Fashion-MNIST's files.
 
-Network: 5x5 convolution to 24, Relu, pool; 3x3 to 48, Relu, pool; 3x3 to 64, Relu; mean over the picture; 10 classes.
+Network: 5x5 convolution to 32, Relu, pool; 3x3 to 64, Relu, pool; 3x3 to 128, Relu; mean over the picture; 10 classes.
 Momentum descent on the cross-entropy, weights from He et al. 2015 (arXiv:1502.01852). Data: Xiao et al. 2017,
 arXiv:1708.07747, as the Debian package dataset-fashion-mnist installs it (IDX files, http://yann.lecun.com/exdb/mnist).
 """
@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.int64]
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")
-CLASSES = 10
+CLASSES, LAST = 10, 128
 RATE, MOMENTUM, BATCH = 0.05, 0.9, 64
 
 
@@ -107,11 +107,11 @@ class Net:
     def __init__(self, seed: int = 0) -> None:
         generator = np.random.default_rng(seed)
         self._layers = [
-            Conv(1, 24, 5, generator, pool=True),
-            Conv(24, 48, 3, generator, pool=True),
-            Conv(48, 64, 3, generator, pool=False),
+            Conv(1, 32, 5, generator, pool=True),
+            Conv(32, 64, 3, generator, pool=True),
+            Conv(64, LAST, 3, generator, pool=False),
         ]
-        self._head = (generator.standard_normal((64, CLASSES)) * 0.1).astype(np.float32)
+        self._head = (generator.standard_normal((LAST, CLASSES)) * 0.1).astype(np.float32)
         self._offset = np.zeros(CLASSES, np.float32)
         self._generator = generator
 

@@ -33,7 +33,7 @@ LENGTH, SHORT = 128, 16  # tokens of a request at most, at least
 BUDGET = 0.005
 LEAST = 0.97  # of fp32's speed, measured once more after the search
 FASHION = "fashion-mnist"
-TRAINED, EPOCHS = 12_000, 4
+TRAINED, EPOCHS = 12_000, 3
 
 
 @dataclass
@@ -155,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=120.0, help="for each search")
     args = parser.parse_args(argv)
     report = harness.Report("quantize", args)
-    seconds = min(args.seconds, 6.0) if args.quick else args.seconds
+    seconds = min(args.seconds, 15.0) if args.quick else args.seconds
     found: list[Found] = []
     with harness.place() as place:
         for model in _models(args, place):

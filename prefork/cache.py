@@ -117,7 +117,7 @@ class Entry:
 
 
 class Cache:
-    """Doors: `find`, `lock`, `store`, `remove`. Entries together take at most `limit` bytes."""
+    """Doors: `find`, `has`, `lock`, `store`, `remove`. Entries together take at most `limit` bytes."""
 
     def __init__(self, folder: Path, limit: int, log: Logger) -> None:
         """Makes the folder. Raises CacheError when it cannot be used."""
@@ -160,6 +160,10 @@ class Cache:
         with contextlib.suppress(OSError):  # a cache on a read-only disk forgets the use
             os.utime(fd)
         return entry
+
+    def has(self, key: str) -> bool:
+        """Whether there is an entry, of whatever worth."""
+        return self._path(key).exists()
 
     def remove(self, key: str, why: CacheError) -> None:
         """Take an entry away, and log the reason."""

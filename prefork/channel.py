@@ -53,10 +53,10 @@ class Channel:
                 fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
         return data, list(fds)
 
-    def receive(self) -> list[tuple[dict[str, Any], list[int]]]:
-        """All messages that have arrived, each with its descriptors, which then belong to the caller."""
+    def receive(self, most: int | None = None) -> list[tuple[dict[str, Any], list[int]]]:
+        """The messages that have arrived, each with its descriptors, which then belong to the caller."""
         messages: list[tuple[dict[str, Any], list[int]]] = []
-        while True:
+        while most is None or len(messages) < most:
             try:
                 data, fds = self._receive_now()
             except BlockingIOError:
@@ -67,3 +67,4 @@ class Channel:
                 self.closed = True
                 return messages
             messages.append((json.loads(data), fds))
+        return messages

@@ -32,7 +32,8 @@ from prefork.errors import PreforkError
 NUMERIC_ENVIRONMENT = {"ORT_DISABLE_TELEMETRY": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 IGNORED = (
-    signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR2, signal.SIGTTIN, signal.SIGTTOU, signal.SIGWINCH
+    signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTTIN, signal.SIGTTOU,
+    signal.SIGWINCH,
 )  # fmt: skip
 __all__ = ["CRASH", "MAX_FDS", "UNBORN", "Child", "describe_exit", "prctl", "report_failure", "spawn"]
 UNBORN = 0  # in the place of a pid
@@ -129,7 +130,7 @@ def _become(role: str, channel: socket.socket, job: Any, keep: set[int], master:
     code = CRASH
     try:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD):
+        for number in (signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         # these reach the whole terminal group or service; only the master decides what they mean
         for number in IGNORED:

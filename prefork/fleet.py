@@ -137,6 +137,8 @@ class Fleet:
         """Once a second: kill workers that are silent, and those that were told to leave and have not."""
         for slot in self.slots:
             slot.settled(now)
+            if slot.child is not None and slot.child.pid == children.UNBORN:
+                self.nursery.look(slot.child.started, now)
             if slot.child is not None and slot.child.leaving:
                 if slot.child.kill_at is not None and now >= slot.child.kill_at:
                     self._log.warning("worker does not leave, killing it", slot=slot.index, pid=slot.child.pid)

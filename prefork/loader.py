@@ -66,9 +66,14 @@ class Loader:
 
     def _run_cached(self, cache: Cache, digests: Digests, locks: ExitStack) -> None:
         source, key = None, self._guess(digests)
+        again: set[str] = set()
         while True:
-            if key and (self._hit(cache, key) or (self._wait(cache, key, locks) and self._hit(cache, key))):
+            if key and self._hit(cache, key):
                 return
+            if key and self._wait(cache, key, locks) and cache.has(key) and key not in again:
+                locks.close()  # another stored it meanwhile; whoever waits too need not wait for our copy
+                again.add(key)  # but once only: there are entries that can be neither used nor removed
+                continue
             source = source or self._read()
             true = self._key_of(digests, source)
             if true in (key, ""):

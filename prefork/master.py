@@ -176,7 +176,7 @@ class Master:
                 self._scale_by(-1)
             case signal.SIGUSR1:
                 self._log.reopen()
-                for child in self._children.values():
+                for child in (*self._unborn, *self._children.values()):
                     child.send({"command": "reopen"})
             case signal.SIGHUP | signal.SIGUSR2:
                 self._log.warning("signal is not supported yet, nothing changes", signal=number.name)

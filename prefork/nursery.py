@@ -28,10 +28,12 @@ from prefork.log import Logger
 from prefork.status import boot_error
 
 State = Literal["none", "opening", "ready", "unfit", "dead"]
+BIRTH = 5.0  # seconds that a template may take to fork, which takes it milliseconds
 
 
 class Nursery:
-    """Doors: `open`, `spawn`, `hear`, `left`, `close`. `waiting`: workers should wait for the template."""
+    """Doors: `open`, `reopen`, `spawn`, `hear`, `look`, `left`, `close`. `waiting`: workers should wait for the
+    template."""
 
     def __init__(self, log: Logger) -> None:
         self._log = log
@@ -48,7 +50,9 @@ class Nursery:
         try:
             self.template = children.spawn("template", 0, job.generation, job, job.descriptors)
         except OSError as e:
-            self.state, self.reason = "unfit", f"fork: {e.strerror}"
+            self.state, self.reason = "dead", f"fork: {e.strerror}"
+            self._failures += 1
+            self._log.error("template cannot be forked", error=e)
             return None
         self.state = "opening"
         return self.template
@@ -57,6 +61,7 @@ class Nursery:
         """Another template when the last one has died and its time has come."""
         if self.state != "dead" or now < self.retry_at or self._job is None:
             return None
+        self.retry_at = now + max(1.0, slots.delay(self._failures + 1))  # should the kernel give no process
         return self.open(self._job)
 
     @property
@@ -106,6 +111,13 @@ class Nursery:
             self.retry_at = now + max(1.0, slots.delay(self._failures))
             self._log.warning("template died", pid=child.pid, reason=self.reason)
         return None
+
+    def look(self, asked: float, now: float) -> None:
+        """A worker asked for at `asked` is not born yet. A template that takes long over a fork is stuck or stopped:
+        with it go the requests that it has not read, and their workers come from elsewhere."""
+        if self.template is not None and now - asked > BIRTH:
+            self._log.warning("template does not fork, killing it", pid=self.template.pid)
+            self.template.kill(signal.SIGKILL)
 
     def close(self) -> None:
         """The template is not needed any more; it has nothing to lose."""

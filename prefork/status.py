@@ -50,10 +50,10 @@ def worker_row(slot: Slot, board: Scoreboard) -> dict[str, Any]:
     row: dict[str, Any] = {
         "slot": slot.index,
         "state": _state(slot),
-        "pid": child.pid if child else None,
+        "pid": (child.pid or None) if child else None,  # the template has not forked it yet
         "generation": child.generation if child else None,
         "uptime_s": round(time.monotonic() - child.started, 3) if child else None,
-        "pss_bytes": pss(child.pid) if child else None,
+        "pss_bytes": pss(child.pid) if child and child.pid else None,
         "restarts": slot.restarts,
         "reason": slot.reason,
         "guardian": slot.guardian,
@@ -77,7 +77,7 @@ def template_row(state: str, reason: str, template: Child | None) -> dict[str, A
 
 
 def model_row(model: LoadedModel, generation: int) -> dict[str, Any]:
-    return {"name": model.name, "generation": generation, "segment": model.ref.to_dict(), **model.report}
+    return {"name": model.name, "generation": generation, "segment": {"kind": model.ref.kind, "name": model.ref.name, "size": model.ref.size}, **model.report}
 
 
 def segment_row(info: SegmentInfo) -> dict[str, Any]:

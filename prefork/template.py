@@ -16,7 +16,9 @@ import os
 import select
 import signal
 import socket
+import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -52,7 +54,7 @@ def main(channel: socket.socket, job: TemplateJob) -> int:
     poll.register(channel, select.POLLIN)
     while not line.closed:
         poll.poll()
-        for message, fds in line.receive():
+        for message, fds in line.receive(1):  # a worker must not inherit what the next one's request carries
             match message["command"]:
                 case "fork":
                     _fork(channel, job, ready, message, fds)
@@ -85,6 +87,7 @@ def prove(ready: attach.Ready) -> None:
 def _prove_in_child(ready: attach.Ready) -> NoReturn:
     code = 1
     try:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it may hang, and a killed template waits for nobody
         warmed = [session.warm() for session in ready.opened.sessions.values()]
         code = int(any(warm is not None and warm.matches is False for warm in warmed))
     finally:
@@ -96,33 +99,53 @@ def _fork(
 ) -> None:
     """`fds`: the worker's end of its channel, a listening socket for each of `slots`, then the Unix socket if there
     is one. What goes wrong here is the master's to see: the worker's channel closes without a word."""
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:
+        return
     if pid:
         os.waitpid(pid, 0)
         return
-    if os.fork():
+    try:
+        between = os.getpid()
+        if os.fork() == 0:
+            _become_worker(channel, job, ready, message, fds, between)
+    finally:
         os._exit(0)
+
+
+def _become_worker(
+    channel: socket.socket, job: TemplateJob, ready: attach.Ready, message: Mapping[str, object], fds: list[int],
+    between: int,
+) -> NoReturn:  # fmt: skip
     code = CRASH
     line = socket.socket(fileno=fds[0])
     try:
-        _until_adopted(job.master_pid)
+        _until_adopted(between, job.master_pid)
         channel.close()
-        Channel(line).send({"event": "hello", "pid": os.getpid()})
-        code = worker.run(line, _worker_job(job, message, fds[1:]), ready)
-    except BaseException as e:
-        code = e.exit_code if isinstance(e, PreforkError) else CRASH
+        hello = Channel(line)
+        hello.send({"event": "hello", "pid": os.getpid()})
+        if hello.closed:  # the master has given us up meanwhile, and may have another in our slot
+            os._exit(0)
+        ours = _worker_job(job, message, fds[1:])
+        ours.scoreboard.slot(ours.slot).begin(os.getpid(), ours.generation)
+        code = worker.run(line, ours, ready)
+    except PreforkError as e:
+        code = e.exit_code
         report_failure(line, e)
+    except BaseException as e:
+        report_failure(line, e)
+        with suppress(OSError):
+            os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(code)
 
 
-def _until_adopted(master: int) -> None:
-    """Wait until the process in between is gone and the master is our parent; then die with the master.
+def _until_adopted(between: int, master: int) -> None:
+    """Wait until the process in between is gone, so that the master is our parent; then die with the master.
 
     Asked for earlier, the death signal would come when the process in between ends (prctl(2))."""
-    while os.getppid() != master:
-        if not Path(f"/proc/{master}").exists():
-            os._exit(0)
+    while os.getppid() == between:
         os.sched_yield()
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != master:

@@ -53,8 +53,7 @@ def main(channel: socket.socket, job: WorkerJob) -> int:
 
 
 def run(channel: socket.socket, job: WorkerJob, ready: attach.Ready) -> int:
-    """Serve models that are open and warm, until told to leave; the exit code."""
-    job.scoreboard.slot(job.slot).begin(os.getpid(), job.generation)
+    """Serve models that are open and warm, until told to leave; the exit code. The slot of the scoreboard is begun."""
     gc.set_threshold(GC_THRESHOLD, 20, 50)
     loop = uvloop.new_event_loop()
     return loop.run_until_complete(Worker(loop, channel, job, ready).serve())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -139,6 +140,15 @@ def test_a_stopped_command_leaves_nothing(place: list[str], tmp_path: Path) -> N
             assert waiting.stderr.read() == b""  # its loader is gone too, for this is the end of file
         holder.kill()
     assert list((tmp_path / "work").iterdir()) == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def test_a_strangers_entry_is_replaced(place: list[str], tmp_path: Path) -> None:
+    found("prepare", *place)
+    (entry,) = (tmp_path / "cache").glob("*.model")
+    os.chown(entry, 65534, 65534)
+    assert found("prepare", *place)["origin"] == "file"
+    assert entry.stat().st_uid == 0 and found("prepare", *place)["origin"] == "cache"
 
 
 HIT = """

@@ -79,6 +79,16 @@ class Rows:
         return thinned(np.concatenate(self.kept.pop(name)))
 
 
+@dataclass
+class Whole:
+    """Tensors as they are, of the last run."""
+
+    kept: dict[str, Floats] = field(default_factory=dict)
+
+    def take(self, name: str, value: npt.NDArray[Any]) -> None:
+        self.kept[name] = value
+
+
 def thinned(rows: Floats) -> Floats:
     """At most KEEP_ROWS: a quarter of them the largest, the others evenly spread."""
     if len(rows) <= KEEP_ROWS:

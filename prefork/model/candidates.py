@@ -119,7 +119,7 @@ def _plain(state: State) -> Forms:
 
 
 def _mixed(state: State) -> Forms:
-    """Bisect the tolerance of one node's error; each node takes the cheapest treatment within it."""
+    """Bisect the price of speed in accuracy; at each price every node takes the treatment that is best for it."""
     products = state.products()
     steps = levels(products)
     for others in (True, False) if state.others else (True,):
@@ -128,7 +128,8 @@ def _mixed(state: State) -> Forms:
             if high - low <= 1:
                 break
             middle = (low + high) // 2
-            measured = yield _recipe(products, steps[middle - 1], others)
+            # a price between two levels, where the plan is the same throughout
+            measured = yield _recipe(products, (steps[middle - 1] + steps[min(middle, len(steps) - 1)]) / 2, others)
             low, high = (middle, high) if measured is not None and _holds(state) else (low, middle)
         if low:
             return
@@ -138,10 +139,10 @@ def _holds(state: State) -> bool:
     return bool(state.tried) and state.tried[-1].accurate
 
 
-def _recipe(products: Sequence[Product], tolerance: float, others: bool) -> Recipe:
-    chosen = plan(products, tolerance)
+def _recipe(products: Sequence[Product], price: float, others: bool) -> Recipe:
+    chosen = plan(products, price)
     why = tuple(
-        f"{p.node or p.output}: int8 costs {p.least:.2%} of this product, {tolerance:.2%} are allowed"
+        f"{p.node or p.output}: int8 here moves the outputs by {p.least:.2%}"
         for p in products
         if chosen[p.output].kind == "fp32"
     )

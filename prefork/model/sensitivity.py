@@ -1,8 +1,9 @@
 """Which matrix products bear int8, and by which treatment: measured node by node on real activations. Loader's process.
 
 For each product the error of every treatment is computed as int8 would compute it (numpy, the same rounding), relative
-to the fp32 product. A plan for a tolerance gives each node the cheapest treatment within it, and fp32 where there is
-none; how much tolerance the whole model bears is for the search to measure on the real graph.
+to the fp32 product; influence.py then says what the outputs feel of it. A plan weighs error against time: at a price of
+speed each node takes the treatment that is best for it, fp32 among them. Which price the whole model bears is for the
+search to measure on the real graph.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ from prefork.model.weights import Floats, Weights, per_channel
 
 ALPHA = 0.5  # how much of a channel's size moves into the weights; the value of SmoothQuant's paper
 FP32 = Treatment("fp32")
+PASS = 15  # multiplications in the time of one step over one element of an activation, about
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One MatMul or Gemm with a constant weight. `treatments`: cheapest first, each with its error."""
+    """One MatMul or Gemm with a constant weight. `shape`: (inputs, outputs) of the weight. `treatments`: each with its
+    error; fp32 is always among the choices and has none."""
 
     node: str
     output: str
-    elements: int
+    shape: tuple[int, int]
     treatments: tuple[Treatment, ...]
 
     @property
@@ -39,18 +42,40 @@ class Product:
         """The smallest error that a treatment leaves."""
         return min(treatment.error for treatment in self.treatments)
 
-    def within(self, tolerance: float) -> Treatment:
-        """The cheapest treatment whose error is at most `tolerance`; fp32 when there is none."""
-        return next((t for t in self.treatments if t.error <= tolerance), FP32)
+    def cost(self, treatment: Treatment) -> float:
+        """What a row of it takes beside plain int8, in multiplications of fp32."""
+        inputs, outputs = self.shape
+        if treatment.kind == "fp32":
+            return float(inputs * outputs)
+        smooth = inputs if treatment.smooth is not None else 0
+        rows = 4 * inputs + outputs if treatment.kind == "rows" else 0
+        return PASS * (smooth + rows)
+
+    def at(self, price: float) -> Treatment:
+        """The treatment for which squared error and `price` times cost are least together."""
+        return min((*self.treatments, FP32), key=lambda t: (t.error**2 + price * self.cost(t), self.cost(t)))
+
+    @property
+    def prices(self) -> list[float]:
+        """Every price at which one treatment may give way to another."""
+        choices = (*self.treatments, FP32)
+        return [
+            (a.error**2 - b.error**2) / (self.cost(b) - self.cost(a))
+            for a in choices
+            for b in choices
+            if self.cost(b) > self.cost(a) and a.error > b.error
+        ]
 
 
-def plan(products: Sequence[Product], tolerance: float) -> dict[str, Treatment]:
-    return {product.output: product.within(tolerance) for product in products}
+def plan(products: Sequence[Product], price: float) -> dict[str, Treatment]:
+    """The treatment of each product, by output. Errors of products are independent, so their squares add up; at one
+    price for all, no other plan of the same cost has a smaller sum."""
+    return {product.output: product.at(price) for product in products}
 
 
 def levels(products: Sequence[Product]) -> list[float]:
-    """Every tolerance at which some node's treatment changes, rising; below the first all are fp32."""
-    return sorted({t.error for p in products for t in p.treatments})
+    """Every price at which the plan may change, rising: the first buys fp32 nearly everywhere, the last nothing."""
+    return sorted({price for product in products for price in product.prices})
 
 
 def weighted(node: NodeProto, weights: Mapping[str, TensorProto]) -> bool:
@@ -87,7 +112,7 @@ def measure(
 
 def _group(x: Floats, users: list[NodeProto], weights: Weights, top: int) -> list[Product]:
     """The products that share one input, and so its smoothing."""
-    matrices = [_matrix(node, weights) for node in users]
+    matrices = [matrix_of(node, weights) for node in users]
     smooth = factors(x, matrices)
     kinds = (Treatment("int8"), Treatment("int8", smooth), Treatment("rows"), Treatment("rows", smooth))
     inputs = [rounded(x if t.smooth is None else x / smooth, t.kind == "rows") for t in kinds]
@@ -102,11 +127,22 @@ def _group(x: Floats, users: list[NodeProto], weights: Weights, top: int) -> lis
             )
             for t, q in zip(kinds, inputs, strict=True)
         )
-        found.append(Product(node.name, node.output[0], matrix.size, priced))
+        found.append(Product(node.name, node.output[0], (matrix.shape[0], matrix.shape[1]), priced))
     return found
 
 
-def _matrix(node: NodeProto, weights: Weights) -> Floats:
+def product_error(x: Floats, matrix: Floats, treatment: Treatment, top: int) -> Floats:
+    """What int8 by this treatment adds to `x` times `matrix`; the axes of `x` but the last are kept."""
+    rows = x.reshape(-1, x.shape[-1])
+    true = rows @ matrix
+    smooth = treatment.smooth
+    values = rounded(rows if smooth is None else rows / smooth, treatment.kind == "rows")
+    ours = values @ _weight(matrix if smooth is None else matrix * smooth[:, None], top)
+    return np.asarray(ours - true, np.float32).reshape(*x.shape[:-1], matrix.shape[1])
+
+
+def matrix_of(node: NodeProto, weights: Weights) -> Floats:
+    """The constant factor of a product, [inputs, outputs]."""
     values = weights.array(node.input[1])
     return np.ascontiguousarray(values.T if attributes(node).get("transB") else values)
 

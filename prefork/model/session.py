@@ -30,7 +30,7 @@ __all__ = ["Described", "InMemory", "Mapped", "Session", "Warm", "Weights"]
 Parameters: TypeAlias = dict[str, Parameter]
 
 WARM_RUNS = 8
-WARM_SECONDS = 0.5  # a start should not wait longer for a figure that later runs correct
+WARM_SECONDS = 0.05  # a start should not wait longer for a figure that later runs correct
 
 
 BINDABLE_GRAPH = 1 << 20  # bytes; bindings keep the Python class, and that the graph, of which small models are made

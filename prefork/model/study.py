@@ -11,7 +11,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto
 
 from prefork.errors import ModelError
-from prefork.model import calibrate, external, qlinear, quantize, sensitivity
+from prefork.model import calibrate, external, influence, qlinear, quantize, sensitivity
 from prefork.model.calibrate import Method, Values
 from prefork.model.candidates import Tried
 from prefork.model.evidence import Data, Feed
@@ -21,6 +21,7 @@ from prefork.model.sensitivity import Product
 from prefork.model.weights import Weights
 
 SAMPLES = 8  # batches for sensitivity
+WEIGHING_SHARE = 0.4  # of the time left that finding what the outputs feel may take
 RANKING_SHARE = 0.3  # of the time left that ranking convolutions may take
 THROUGH = frozenset({"Identity", "Reshape", "Cast", "Squeeze", "Unsqueeze", "Flatten", "Transpose"})
 
@@ -59,6 +60,10 @@ class Study:
             self._products = sensitivity.measure(self._model, self.folder, self._feeds()[:SAMPLES], top, self.deadline)
             if not self._products:
                 raise ModelError("the sensitivity of its products was not measured in time")
+            now = time.monotonic()
+            end = now + WEIGHING_SHARE * max(self.deadline - now, 0)
+            small = min(self._feeds(), key=_elements)
+            self._products = influence.weigh(self._model, self.folder, self._products, small, top, end)
         return self._products
 
     def static(self, method: Method, *, per_channel: bool, around: bool, keep: Sequence[str] = ()) -> Static:
@@ -81,7 +86,7 @@ class Study:
             if time.monotonic() > end:
                 break
             keep = [other for other in self.convolutions if other != name]
-            errors[name] = _distance(self._alone(keep, outputs, batch), true)
+            errors[name] = influence.distance(self._alone(keep, outputs, batch), true)
         rest = [(name, 0.0) for name in self.convolutions if name not in errors]
         return sorted(errors.items(), key=lambda item: -item[1]) + rest
 
@@ -102,13 +107,8 @@ def _arrays(feed: Feed) -> dict[str, Any]:
     return {name: value for name, value in feed.items() if value is not None}
 
 
-def _distance(ours: list[Any], true: list[Any]) -> float:
-    worst = 0.0
-    for a, b in zip(ours, true, strict=True):
-        if isinstance(b, np.ndarray) and b.dtype.kind == "f" and b.size:
-            size = float(np.linalg.norm(b.astype(np.float64))) or 1.0
-            worst = max(worst, float(np.linalg.norm(a.astype(np.float64) - b)) / size)
-    return worst
+def _elements(feed: dict[str, Any]) -> int:
+    return sum(value.size for value in feed.values() if isinstance(value, np.ndarray))
 
 
 def _other(node: NodeProto) -> bool:

@@ -83,6 +83,7 @@ class Connection(Stream):
 
     def resume_writing(self) -> None:
         self.stalled = False
+        self.heard = self.service.now  # nor could we hear it meanwhile
         if self._began is not None:  # it was we who did not read
             self._began = time.monotonic()
         self.service.changed.set()
@@ -136,7 +137,7 @@ class Connection(Stream):
     def _take_end(self) -> None:
         """All whole frames are taken: look at what is left of the stream."""
         reader = self._reader
-        if self.state is State.OPEN and reader.error is not None:
+        if self.state < State.REFUSED and reader.error is not None:
             self._refuse(reader.error)
         elif self.peer_ended:
             self._take_eof()
@@ -154,7 +155,7 @@ class Connection(Stream):
             except ProtocolError as e:
                 self._refuse(e)
         self.end(State.ENDING)
-        if self._jobs:
+        if self._jobs and not self.watched:
             # a client that closed looks like one that has sent its last; writing to the former makes the kernel know
             self.go_away()
             self.watch_peer()
@@ -318,7 +319,7 @@ class Connection(Stream):
             self.refuse(
                 DeadlineExceeded(f"a frame that began {limits.read_timeout:g} s ago (read_timeout) is not whole")
             )
-        elif limits.idle_timeout and not self._jobs and now - self.heard > limits.idle_timeout:
+        elif limits.idle_timeout and self.reading and not self._jobs and now - self.heard > limits.idle_timeout:
             self.go_away()
             self.stop()
 

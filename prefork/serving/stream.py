@@ -36,9 +36,10 @@ class Stream(asyncio.Protocol):
     """Doors for the shell: `send`, `end`, `end_if_done`, `read`, `watch_peer`; for the worker: `unsent`, `moves`."""
 
     __slots__ = (
-        "_left",
         "_moved",
         "_paused",
+        "_taken",
+        "_written",
         "heard",
         "loop",
         "peer_ended",
@@ -46,6 +47,7 @@ class Stream(asyncio.Protocol):
         "stalled",
         "state",
         "transport",
+        "watched",
     )
 
     def __init__(self, service: Service, loop: asyncio.AbstractEventLoop) -> None:
@@ -56,7 +58,9 @@ class Stream(asyncio.Protocol):
         self.stalled = False  # the client does not read its answers
         self.heard = service.now
         self._paused = False  # we do not read its requests
-        self._left, self._moved = 0, service.now  # bytes unsent, and when they last became fewer
+        self.watched = False  # watch_peer is under way
+        self._written = 0  # bytes in all
+        self._taken, self._moved = 0, service.now  # bytes that have left, and when they last became more
 
     @property
     def busy(self) -> bool:
@@ -73,7 +77,9 @@ class Stream(asyncio.Protocol):
     def send(self, data: bytes) -> None:
         """Write, unless our side is shut."""
         if self.state is not State.ENDED:
-            self.service.bytes_out += len(data)
+            size = len(data)
+            self.service.bytes_out += size
+            self._written += size
             self.transport.write(data)
 
     def read(self, wanted: bool) -> None:
@@ -94,9 +100,9 @@ class Stream(asyncio.Protocol):
     def moves(self, now: float, patience: float) -> bool:
         """Whether the client takes its answers: false when nothing unsent has left for `patience` seconds."""
         left = self.unsent
-        if left == 0 or left < self._left:
+        if left == 0 or self._written - left > self._taken:
             self._moved = now
-        self._left = left
+        self._taken = self._written - left
         return now - self._moved <= patience
 
     def end(self, state: State) -> None:
@@ -122,6 +128,7 @@ class Stream(asyncio.Protocol):
 
         A client that closed looks like one that half-closed until something is written to it, which the shell has
         just done; then the kernel tells (POLLHUP, POLLERR; poll(2))."""
+        self.watched = True
         self.loop.call_later(PROBE, self._probe)
 
     def _probe(self) -> None:

@@ -6,10 +6,7 @@ has the rules. Knows layout, posix and sysv; knows no model.
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeAlias, cast
 
@@ -35,7 +32,7 @@ class SegmentRef:
     kind: Kind
     name: str
     size: int
-    seal: int | None = None  # not known: not compared
+    seal: int | None = field(default=None, compare=False)  # a listing does not know it
 
     def to_dict(self) -> dict[str, str | int | None]:
         return {"kind": self.kind, "name": self.name, "size": self.size, "seal": self.seal}
@@ -80,32 +77,6 @@ class Segment:
     def verify(self) -> None:
         """Read every byte against its checksum. Raises SegmentCorrupt naming the section."""
         layout.verify(self._attachment.view, self.header, str(self.ref))
-
-    @contextlib.contextmanager
-    def verifying(self, *first: str) -> Iterator[None]:
-        """Verify the sections `first`, then the others in a thread while the block runs; the thread is gone afterwards.
-
-        Raises SegmentCorrupt, at the end of the block for the others, and then in place of what the block raises: that
-        came of wrong bytes."""
-        view, header, what = self._attachment.view, self.header, str(self.ref)
-        layout.verify(view, header, what, first)
-        others = [section.name for section in header.sections if section.name not in first]
-        found: list[SegmentCorrupt] = []
-
-        def verify() -> None:
-            try:
-                layout.verify(view, header, what, others)
-            except SegmentCorrupt as e:
-                found.append(e)
-
-        thread = threading.Thread(target=verify, name="verify", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            thread.join()
-            if found:
-                raise found[0] from None
 
     def close(self) -> None:
         """Unmap. Idempotent. Raises SegmentError while a view of a section is in use."""

@@ -79,14 +79,14 @@ class SegmentWriter:
         Raises SegmentError when the file ends before, or the section is filled already."""
         section = self._unfilled(name)
         target = self._draft.fd
-        with self._draft.view[section.offset : section.offset + section.size] as view:
-            try:
-                if target is None:
+        try:
+            if target is not None:
+                crc = copying.copy(source, offset, target, section.offset, section.size)
+            else:
+                with self._draft.view[section.offset : section.offset + section.size] as view:
                     crc = copying.read(source, offset, view)
-                else:
-                    crc = copying.copy(source, offset, target, section.offset, view)
-            except SegmentError as e:
-                raise SegmentError(f"section {name!r}: {e.message}") from None
+        except SegmentError as e:
+            raise SegmentError(f"section {name!r}: {e.message}") from None
         self._sums[name] = layout.checksum(bytes(section.extent - section.size), crc)
         return self._sums[name]
 

@@ -33,7 +33,7 @@ class Known:
 
     def products(self) -> Sequence[Product]:
         return [
-            Product(f"n{i}", f"y{i}", 1, (Treatment("int8", None, e), Treatment("rows", None, e / 100)))
+            Product(f"n{i}", f"y{i}", (100, 100), (Treatment("int8", None, e), Treatment("rows", None, e / 100)))
             for i, e in enumerate(self.errors)
         ]
 
@@ -147,8 +147,8 @@ def test_mixed_tries_without_what_it_cannot_measure_when_nothing_else_holds() ->
 
 
 def test_mixed_says_which_nodes_stay_and_why() -> None:
-    first = next(ROWS["int8-mixed"].forms(Known(errors=(0.001, 90.0))))
-    assert first.why == ("n1: int8 costs 90.00% of this product, 0.10% are allowed",)
+    first = next(ROWS["int8-mixed"].forms(Known(errors=(0.001, 900.0))))
+    assert first.why == ("n1: int8 here moves the outputs by 900.00%",)
 
 
 @pytest.mark.parametrize(("needed", "kept"), [(1, 1), (2, 2), (3, 3), (5, 5)])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from onnx import helper
 
-from prefork.model import external, optimize, quantize, repository, sensitivity, weightonly
+from prefork.model import external, influence, optimize, quantize, repository, sensitivity, weightonly
 from prefork.model.linear import Treatment
 from prefork.model.sensitivity import Product, levels, plan
 from prefork.model.weights import Weights
@@ -102,17 +102,49 @@ def test_a_row_of_zeros_stays_zero(tmp_path: Path) -> None:
     assert all(np.isfinite(array).all() for array in ours)
 
 
-def test_a_plan_takes_the_cheapest_within_the_tolerance() -> None:
-    priced = (Treatment("int8", None, 0.3), Treatment("rows", None, 0.1))
-    product = Product("n", "y", 1, priced)
-    assert levels([product]) == [0.1, 0.3]
-    assert [plan([product], t)["y"].kind for t in (0.05, 0.1, 0.3)] == ["fp32", "rows", "int8"]
+def test_a_plan_buys_accuracy_where_it_is_cheapest() -> None:
+    treatments = (Treatment("int8", None, 0.3), Treatment("rows", None, 0.1))
+    small_one, large = Product("s", "s", (256, 256), treatments), Product("l", "l", (4096, 256), treatments)
+    assert small_one.cost(treatments[0]) == 0 < small_one.cost(treatments[1]) < small_one.cost(Treatment("fp32"))
+    steps = levels([small_one, large])
+    assert steps == sorted(steps)
+    seen = [plan([small_one, large], price) for price in (0.0, *steps, 2 * steps[-1])]
+    assert {treatment.kind for treatment in seen[0].values()} == {"fp32"}
+    assert {treatment.kind for treatment in seen[-1].values()} == {"int8"}
+    assert any(chosen["s"].kind != "int8" and chosen["l"].kind == "int8" for chosen in seen)
+    order = ("fp32", "rows", "int8")
+    for name in ("s", "l"):
+        ranks = [order.index(chosen[name].kind) for chosen in seen]
+        assert ranks == sorted(ranks)
+
+
+def test_an_error_counts_by_what_the_outputs_feel(tmp_path: Path) -> None:
+    """Two products with errors of the same size; what comes of the second is made a thousand times smaller."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w1"], ["a"], "first"),
+        helper.make_node("MatMul", ["x", "w2"], ["b"], "second"),
+        helper.make_node("Mul", ["b", "little"], ["c"]),
+        helper.make_node("Add", ["a", "c"], ["y"]),
+    ]
+    weights = [small.weight("w1", 256, 128, seed=1), small.weight("w2", 256, 128, seed=2)]
+    weights.append(small.const("little", np.array(1e-3, np.float32)))
+    shapes = [small.value("x", [1, "s", 256])], [small.value("y", [1, "s", 128])]
+    small.save(small.model(nodes, *shapes, weights), tmp_path / "source.onnx")
+    x = rows("token")
+    before = sorted(measured(tmp_path, x), key=lambda product: product.node)
+    model = external.parse((tmp_path / "basic.onnx").read_bytes())
+    first, second = influence.weigh(model, tmp_path, before, {"x": x}, 127, time.monotonic() + 60)
+    assert first.treatments[0].error == pytest.approx(before[0].treatments[0].error, rel=0.05)
+    assert second.treatments[0].error == pytest.approx(before[1].treatments[0].error / 1000, rel=0.1)
+    assert [t.name for t in second.treatments] == list(KINDS)
+    late = influence.weigh(model, tmp_path, before, {"x": x}, 127, 0.0)
+    assert [p.treatments[0].error for p in late] == [p.treatments[0].error for p in before]
 
 
 def test_a_node_that_the_plan_keeps_is_said(tmp_path: Path) -> None:
     products(tmp_path)
     found = measured(tmp_path, rows("none"))
-    ours, ops = run(tmp_path, plan(found, 0), rows("none"))
+    ours, ops = run(tmp_path, plan(found, 0.0), rows("none"))
     assert ops["MatMul"] + ops["Gemm"] == 2
     assert np.allclose(ours[0], rows("none") @ weight(tmp_path, "w1"), atol=1e-3)
 

@@ -19,6 +19,8 @@ from tests.roles.server import Server
 from tests.roles.watch import LogWatch, children_of, until, until_row, wait_gone
 from tests.roles.wire import IMAGE, Wire, digits, infer, live
 
+LATE = "worker does not leave, killing it"
+
 
 def serves(address: str) -> bool:
     with Client(address, retries=0) as client:
@@ -130,13 +132,13 @@ def test_a_killed_master_takes_everybody_along(place: Path) -> None:
 
 def test_a_killed_master_leaves_no_system_v_segment(place: Path) -> None:
     server = Server(place, "--workers", "2", "--shm", "sysv").start()
-    workers, pid = server.workers(), server.pid
+    pid, children = server.pid, children_of(server.pid)  # the template holds the segment as well
     assert len(segments_of(pid)) == 1
     os.kill(pid, signal.SIGKILL)
     assert server.process is not None
     server.process.wait()
-    for worker in workers:
-        wait_gone(worker)
+    for child in children:
+        wait_gone(child)
     assert segments_of(pid) == []
     with server:
         assert serves(server.address)
@@ -197,7 +199,7 @@ def test_a_worker_stopped_for_good_does_not_hinder_the_end(place: Path) -> None:
     os.kill(victim, signal.SIGSTOP)
     assert server.stop(signal.SIGQUIT) == 0
     wait_gone(victim)
-    assert [line["pid"] for line in server.log() if line["event"] == "killing"] == [victim]
+    assert [line["pid"] for line in server.log() if line["event"] == LATE] == [victim]
 
 
 def overwrite(server: Server) -> None:
@@ -209,32 +211,36 @@ def overwrite(server: Server) -> None:
         file.write(b"\xa5" * 65536)
 
 
-def test_a_segment_overwritten_before_the_workers_attach_ends_the_start(place: Path) -> None:
-    with LogWatch(server := Server(place, "--workers", "2")) as log:
+@pytest.mark.parametrize("threads", ["1", "2"], ids=["the template", "the workers"])
+def test_a_segment_overwritten_before_it_is_attached_ends_the_start(place: Path, threads: str) -> None:
+    """By the template, or by workers that must open the models themselves."""
+    with LogWatch(server := Server(place, "--workers", "2", "--threads", threads)) as log:
         process = server.launch()
-        log.wait("segment published")
-        workers = until(server, lambda: still_starting(server), "the workers")
-        for pid in workers:
+        log.wait("segment published" if threads == "1" else "workers open the models themselves")
+        opening = until(server, lambda: still_opening(server, threads == "1"), "those who open the models")
+        for pid in opening:
             os.kill(pid, signal.SIGSTOP)
         overwrite(server)
-        for pid in workers:
+        for pid in opening:
             os.kill(pid, signal.SIGCONT)
+        with pytest.raises(AssertionError, match="ended before 'READY'"):
+            log.wait("READY")
         code = process.wait()
-    if "READY" in [line["event"] for line in server.log()]:
-        pytest.skip("the workers had verified the segment before they could be stopped")
     assert code == 74
     said = (place / "stderr").read_text()
     assert "does not come up" in said and "checksum" in said
     assert server.leftovers() == []
 
 
-def still_starting(server: Server) -> list[int]:
+def still_opening(server: Server, template: bool) -> list[int]:
     status = server.status()
-    return [row["pid"] for row in status["workers"] if row["pid"]] if status["state"] == "starting" else []
+    rows = [status["template"]] if template else status["workers"]
+    return [row["pid"] for row in rows if row["pid"]] if status["state"] == "starting" else []
 
 
 def test_a_slot_whose_worker_cannot_start_waits_and_is_minded(place: Path) -> None:
-    with Server(place, "--workers", "2") as server, LogWatch(server) as log:
+    args = ("--workers", "2", "--threads", "2")  # the template does not serve, so each worker attaches the segment
+    with Server(place, *args) as server, LogWatch(server) as log:
         overwrite(server)
         os.kill(server.workers()[1], signal.SIGKILL)
         log.wait("worker died", slot=1)
@@ -260,7 +266,7 @@ def test_a_stopping_server_waits_for_no_run_whose_client_has_left(place: Path) -
         wire.send(infer(2, "slow", n=rounds(1)))
         assert wire.answer().refused(Code.UNAVAILABLE, "draining")
     assert server.stop(0) == 0
-    assert "killing" not in [line["event"] for line in server.log()]
+    assert LATE not in [line["event"] for line in server.log()]
 
 
 def test_what_outlives_the_graceful_timeout_is_answered(place: Path) -> None:
@@ -274,4 +280,4 @@ def test_what_outlives_the_graceful_timeout_is_answered(place: Path) -> None:
         assert all(answer.refused(Code.UNAVAILABLE, "stopping") for answer in wire.answers(2).values())
         assert wire.end() == []
     assert server.stop(0) == 0
-    assert "killing" not in [line["event"] for line in server.log()]
+    assert LATE not in [line["event"] for line in server.log()]

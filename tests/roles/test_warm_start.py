@@ -223,7 +223,8 @@ def test_two_masters_at_once_prepare_once(place: Path, cache: Path) -> None:
         for server in servers:
             assert server.stop() == 0
     assert sorted(found) == ["cache", "file"]
-    assert [path.suffix for path in entries(cache)] == [".model"]
+    # a loader that is stopped right after it has stored leaves its lock's file, which the next writer removes
+    assert [path.suffix for path in entries(cache) if path.suffix != ".lock"] == [".model"]
 
 
 def _wait_published(server: Server) -> str:

@@ -47,6 +47,7 @@ class Bench:
         self.loop, self.ours = loop, ours
         self.wire = Wire(theirs)
         self._client = ThreadPoolExecutor(1)
+        self.connection: rpc.Connection  # once `accept` was called
 
     async def talk(self, side: Talk[T]) -> T:
         return await self.loop.run_in_executor(self._client, side, self.wire)
@@ -54,6 +55,7 @@ class Bench:
     async def accept(self) -> rpc.Connection:
         _, protocol = await self.loop.connect_accepted_socket(rpc.factory(self.service, self.loop), self.ours)
         assert isinstance(protocol, rpc.Connection)
+        self.connection = protocol
         return protocol
 
     async def gone(self) -> None:
