@@ -63,6 +63,7 @@ class Child:
     ready_at: float | None = None
     said: dict[str, Any] | None = None
     leaving: bool = False
+    stalled: bool = False
     kill_at: float | None = None
     closed: bool = False
 

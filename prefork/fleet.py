@@ -57,7 +57,9 @@ class Fleet:
         job = TemplateJob(
             self._log, self._config, generation, self._models, self.board, self._work.path, os.getpid()
         )  # fmt: skip
-        if template := self.nursery.open(job):
+        if self._config.compute.threads > 1:
+            self.nursery.forgo(f"runs use {self._config.compute.threads} threads each, which no fork survives")
+        elif template := self.nursery.open(job):
             self._add(template)
 
     # normal life
@@ -156,6 +158,7 @@ class Fleet:
             return
         silent = now - reading.tick_ns * 1e-9
         if timeout and reading.state is not WorkerState.DRAINING and silent > timeout:
+            child.stalled = True
             self._log.error("worker stalled, killing it", slot=slot.index, pid=child.pid, silent_s=round(silent, 3))
             child.kill(signal.SIGKILL)
 

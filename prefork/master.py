@@ -33,8 +33,10 @@ from prefork.errors import ConfigError, FailedPrecondition, InvalidArgument, Pre
 from prefork.fleet import MAX_SLOTS, Fleet
 from prefork.generation import Generation
 from prefork.house import House
+from prefork.jobs import CachePlace
 from prefork.log import Logger, setup
 from prefork.notify import Notifier
+from prefork.reporting import Reporting
 from prefork.shm import sweep
 
 State = Literal["loading", "starting", "ready", "stopping"]
@@ -98,12 +100,16 @@ class Master:
         self._fleet = Fleet(self._config, self._log, house.work, self._add, count)
         stack.callback(self._fleet.close)
         self._fleet.unix = house.unix
+        self._reporting = Reporting(self._config, self._log, self._fleet.board)
+        stack.callback(self._reporting.close)
         self._control = ControlServer(house.control, self._selector, self._answer)
-        self._generation = Generation(1, self._config.models, config.shm, house.owner, house.work, self._log)
+        self._generation = Generation(
+            1, self._config.models, config.shm, house.owner, house.work, self._log, CachePlace.of(config)
+        )
         stack.callback(self._generation.retire)
         self._log.info(
             "starting", workers=count, cpus=allowed.reason, bind=self._fleet.address, unix=config.unix,
-            runtime_dir=config.runtime_dir,
+            runtime_dir=config.runtime_dir, metrics=self._reporting.bind,
         )  # fmt: skip
         self._load()
 
@@ -134,6 +140,7 @@ class Master:
         self._reap(now)
         if self._state in ("starting", "ready") and (error := self._fleet.tend(now)):
             self._fail(error)
+        self._report(now)
         if now >= self._next_look:
             # a master that was frozen itself gives its workers a second to tick
             if now - self._next_look < LOOK:
@@ -143,6 +150,13 @@ class Master:
             for child in self._children.values():
                 if child.role != "worker" and child.kill_at is not None and now >= child.kill_at:
                     child.kill(signal.SIGKILL)
+
+    def _report(self, now: float) -> None:
+        self._reporting.write(self._state, self._generation.number, self._fleet.slots)
+        if self._state == "stopping":
+            self._reporting.dismiss(self._children.values(), now)
+        elif child := self._reporting.serve(now):
+            self._add(child)
 
     def _survive(self, deed: Any) -> None:
         """Before READY a fault ends the start; later one must not take everybody's workers along."""
@@ -209,8 +223,14 @@ class Master:
         stopping = self._state == "stopping"
         if child.role == "template":
             error = self._fleet.nursery.left(child, code, now, started=self._fleet.up or stopping)
+        elif child.role == "telemetry":
+            self._reporting.left(child, code, now)
+            return
         else:
+            before = self._fleet.restarts
             error = self._fleet.left(child, code, now, stopping=stopping)
+            if self._fleet.restarts > before:
+                self._reporting.restarted(child, code, stalled=child.stalled)
         if error is not None:
             self._fail(error)
 
@@ -234,7 +254,7 @@ class Master:
                     self._children[child.pid] = child
                 case "ready" | "unfit" if child.role == "template":
                     self._fleet.nursery.hear(message)
-                case "ready":
+                case "ready" if child.role == "worker":
                     if self._fleet.ready(child, time.monotonic()) and self._state == "starting":
                         self._ready()
                 case "leaving" if self._state != "stopping":
@@ -256,6 +276,7 @@ class Master:
             self._add(loader)
             self._notify.status(f"loading {self._generation.loading}")
         else:
+            self._reporting.models(self._generation.number, self._generation.models)
             self._fleet.serve(self._generation.number, self._generation.models)
             self._state = "starting"
             self._notify.status("starting workers")

@@ -57,6 +57,11 @@ class Nursery:
         self.state = "opening"
         return self.template
 
+    def forgo(self, reason: str) -> None:
+        """Do without a template."""
+        self.state, self.reason = "unfit", reason
+        self._log.info("workers open the models themselves", reason=reason)
+
     def reopen(self, now: float) -> Child | None:
         """Another template when the last one has died and its time has come."""
         if self.state != "dead" or now < self.retry_at or self._job is None:

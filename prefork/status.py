@@ -77,7 +77,12 @@ def template_row(state: str, reason: str, template: Child | None) -> dict[str, A
 
 
 def model_row(model: LoadedModel, generation: int) -> dict[str, Any]:
-    return {"name": model.name, "generation": generation, "segment": {"kind": model.ref.kind, "name": model.ref.name, "size": model.ref.size}, **model.report}
+    return {
+        "name": model.name,
+        "generation": generation,
+        "segment": {"kind": model.ref.kind, "name": model.ref.name, "size": model.ref.size},
+        **model.report,
+    }
 
 
 def segment_row(info: SegmentInfo) -> dict[str, Any]:

@@ -90,7 +90,10 @@ class Worker:
             partial(self._slot.observe, int(Stage.COMPUTE)),
             self._fault,
         )
-        self._service = Service(opened.sessions, version, limits, wire_limits, self._scheduler, words, self._fault)
+        self._service = Service(
+            opened.sessions, version, limits, wire_limits, self._scheduler, words, self._fault,
+            job.scoreboard.answer_rows(),
+        )  # fmt: skip
         self._listening: dict[int, tuple[socket.socket, asyncio.AbstractServer | None]] = {}
         self._leave: asyncio.Future[str] = loop.create_future()
         self._ticks = 0

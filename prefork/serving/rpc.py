@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NoReturn, cast
 
 from prefork.codec.frame import Event, Frame, FrameReader, Oversize, encode_frame, frame_header
-from prefork.codec.message import Codec, ErrorReply, InferReply, Kind
+from prefork.codec.message import Codec, ErrorReply, InferReply, InferRequest, Kind
 from prefork.codec.registry import CODECS, codec_of
 from prefork.errors import (
     DeadlineExceeded,
@@ -191,18 +191,26 @@ class Connection(Stream):
         if size > LATE_DECODE:
             self._check_room(size)
         request = service.decode(frame.codec, frame.body)
-        result = service.scheduler.run_now(request, size)
-        if result is not None:
-            self._answer(request_id, frame.codec, result)
+        try:
+            result = service.scheduler.run_now(request, size)
+            if result is None:
+                self._queue(frame, request, size, received)
+                return
+        except StatusError as e:
+            service.words[board.REFUSED] += 1
+            self._send_error(request_id, frame.codec, e, request.model_name)
             return
+        self._answer(request_id, frame.codec, result, request.model_name)
+
+    def _queue(self, frame: Frame, request: InferRequest, size: int, received: float | None) -> None:
         if size <= LATE_DECODE:
             self._check_room(size)
         deadline = (received or time.monotonic()) + self._timeout(frame)
-        job = self._jobs[request_id] = Job(self, request_id, frame.codec, request, size, deadline)
+        job = self._jobs[frame.request_id] = Job(self, frame.request_id, frame.codec, request, size, deadline)
         try:
-            service.scheduler.submit(job)
+            self.service.scheduler.submit(job)
         except StatusError:
-            self._jobs.pop(request_id, None)
+            self._jobs.pop(frame.request_id, None)
             raise
 
     def _timeout(self, frame: Frame) -> float:
@@ -244,36 +252,37 @@ class Connection(Stream):
         self.heard = self.service.now
         if self.service.draining:
             self.service.changed.set()
-        self._answer(job.request_id, job.codec, result)
+        self._answer(job.request_id, job.codec, result, job.model)
         if self.state:
             self.end_if_done()
 
-    def _answer(self, request_id: int, codec: int, result: Result) -> None:
+    def _answer(self, request_id: int, codec: int, result: Result, model: str) -> None:
         if type(result) is not InferReply:
-            self._send_error(request_id, codec, cast(PreforkError, result))
+            self._send_error(request_id, codec, cast(PreforkError, result), model)
             return
         try:
             body = CODECS[codec].encode_infer_reply(result)
             if len(body) > self.service.limits.max_frame_bytes:
                 raise _too_large(len(body), self.service.limits.max_frame_bytes)
         except PreforkError as e:
-            self._send_error(request_id, codec, e)
+            self._send_error(request_id, codec, e, model)
             return
         except Exception as e:  # no memory for it, for one
             self.service.log_fault(e)
-            self._send_error(request_id, codec, Internal(f"the reply cannot be written: {type(e).__name__}"))
+            self._send_error(request_id, codec, Internal(f"the reply cannot be written: {type(e).__name__}"), model)
             return
-        self.service.words[board.REPLIES_OK] += 1
+        service = self.service
+        service.words[service.rows[codec][model]] += 1
         if len(body) < JOIN_BELOW:
             self.send(encode_frame(INFER_REPLY, codec, request_id, body))
         else:
             self.send(frame_header(INFER_REPLY, codec, request_id, len(body)))
             self.send(body)
 
-    def _send_error(self, request_id: int, codec: int, error: PreforkError) -> None:
-        self.service.words[board.ERRORS + error.code] += 1
+    def _send_error(self, request_id: int, codec: int, error: PreforkError, model: str = "") -> None:
         if codec not in (Codec.MSGPACK, Codec.PROTOBUF):
             codec = Codec.MSGPACK
+        self.service.words[self.service.rows[codec][model] + error.code] += 1
         retry = error.retry_after_ms if isinstance(error, StatusError) else 0
         reply = ErrorReply(error.code, error.message, error.retryable, retry)
         self.send(encode_frame(Kind.ERROR, codec, request_id, codec_of(codec).encode(Kind.ERROR, reply)))
@@ -304,7 +313,7 @@ class Connection(Stream):
             self.service.scheduler.drop(job)
             error = Unavailable(message)
             error.retryable = not job.begun  # the word says that the request was not run
-            self._send_error(job.request_id, job.codec, error)
+            self._send_error(job.request_id, job.codec, error, job.model)
         self._jobs.clear()
         self.state = State.ENDED
         self.transport.close()

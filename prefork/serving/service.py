@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import prefork
@@ -77,12 +77,15 @@ class Service:
         scheduler: Scheduler,
         words: memoryview,
         log_fault: Callable[[Exception], None],
+        rows: Sequence[Mapping[str, int]],
     ) -> None:
+        """`rows`: by codec, the word of `words` that counts a model's answers of code 0 (Scoreboard.answer_rows)."""
         self.limits = limits
         self.wire_limits = wire_limits
         self.decode = Templates(wire_limits).decode
         self.scheduler = scheduler
         self.words = words
+        self.rows = rows
         self.log_fault = log_fault
         self.draining = False
         self.bytes_in = self.bytes_out = 0  # until the next heartbeat takes them to the scoreboard

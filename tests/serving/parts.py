@@ -17,6 +17,7 @@ from prefork.codec.limits import Limits as WireLimits
 from prefork.demo import model_path
 from prefork.model.session import InMemory, Session
 from prefork.shm import words as board
+from prefork.shm.scoreboard import AnswerRows, named
 from tests.manifests import manifest_of
 
 T = TypeVar("T")
@@ -52,6 +53,9 @@ def fresh_words() -> memoryview:
     return memoryview(bytearray(board.SLOT_SIZE)).cast("Q")
 
 
+ROWS = tuple(AnswerRows({"digits": 1}, max(codec, 1)) for codec in range(4))
+
+
 def run(body: Callable[[asyncio.AbstractEventLoop], Awaitable[T]]) -> T:
     """`body(loop)` on a uvloop of its own, as in a worker; ends a test that hangs."""
     loop = uvloop.new_event_loop()
@@ -72,4 +76,4 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 def counts(words: memoryview) -> dict[str, Any]:
     """The named words."""
-    return {name: words[index] for name, index in board.NAMES.items()}
+    return named(words.tolist())

@@ -20,7 +20,7 @@ from prefork.serving.costs import Costs
 from prefork.serving.scheduler import RunIn, Scheduler
 from prefork.serving.service import Service
 from tests.roles.wire import IMAGE, Wire, cancel, digits, infer, live
-from tests.serving.parts import Limits, counts, demo_session, fresh_words, pair, run
+from tests.serving.parts import ROWS, Limits, counts, demo_session, fresh_words, pair, run
 from tests.serving.test_scheduler import Gated, gated
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class Bench:
             self.words, run_in, lambda seconds: None, self.faults.append,
         )  # fmt: skip
         self.service = Service(
-            models, "1", self.limits, self.limits.wire, self.scheduler, self.words, self.faults.append
+            models, "1", self.limits, self.limits.wire, self.scheduler, self.words, self.faults.append, ROWS
         )
         self.loop, self.ours = loop, ours
         self.wire = Wire(theirs)
