@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 import prefork
-from prefork.config import Config, Entry, ModelConfig, entries, entries_of
+from prefork.config import Config, Entry, common, entries
 from prefork.effective import to_toml
 from prefork.errors import ConfigError, PreforkError
 from prefork.layers import load
@@ -85,12 +85,11 @@ def build_parser(command: str = "") -> _Parser:
         dest="named",
         help="a model and its name; repeatable",
     )
-    (form,) = (entry for entry in entries_of("models", ModelConfig) if entry.name == "quantize")
-    models.add_argument("--quantize", metavar="FORM", help=f"of every model, {_help(form)}")
-    groups = {section: parser.add_argument_group(title) for section, title in TITLES.items()}
-    for entry in entries():
+    groups = {section: parser.add_argument_group(title) for section, title in TITLES.items()} | {"models": models}
+    for entry in (*common(), *entries()):
+        words = "of every model, " if entry.section == "models" else ""
         groups[entry.section].add_argument(
-            entry.flag, dest=f"key.{entry.flat}", metavar=entry.key.metavar, help=_help(entry)
+            entry.flag, dest=f"key.{entry.flat}", metavar=entry.key.metavar, help=words + _help(entry)
         )
     return parser
 
@@ -115,7 +114,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def configure(args: argparse.Namespace, environ: Mapping[str, str]) -> Config:
     """The configuration that `args` and `environ` ask for. Raises ConfigError."""
     flags = {name.removeprefix("key."): text for name, text in vars(args).items() if name.startswith("key.")}
-    flags["quantize"] = args.quantize
     given = {name: text for name, text in flags.items() if text is not None}
     return load(given, environ, file=args.config, models=[*args.paths, *args.named])
 

@@ -17,6 +17,7 @@ from prefork.options import (
     AUTO_OPTIONAL_PATH,
     AUTO_PATH,
     BIND,
+    METRIC,
     NAME,
     OPTIONAL_BIND,
     OPTIONAL_PATH,
@@ -24,6 +25,7 @@ from prefork.options import (
     Key,
     choice,
     key,
+    number,
     seconds,
     size,
     whole,
@@ -164,13 +166,35 @@ class LogConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One model to serve. `path` and `warmup` are absolute."""
+    """One model to serve. All paths are absolute."""
 
     name: str = field(metadata=key(NAME, "the name clients call it by", "NAME"))
     path: Path = field(metadata=key(PATH, "the ONNX file", "PATH"))
     # Quantizing changes answers, so it is asked for.
-    quantize: Literal["none", "int8"] = field(
-        default="none", metadata=key(choice("none", "int8"), "form of the weights", "FORM")
+    quantize: Literal["none", "int8", "auto"] = field(
+        default="none", metadata=key(choice("none", "int8", "auto"), "form of the weights", "FORM")
+    )
+    # Half a percent of FP32's figure: a loss that few evaluations can tell from chance.
+    accuracy_budget: float = field(
+        default=0.005, metadata=key(number(0, 1), "relative loss of accuracy that auto may cost; 0 leaves fp32", "LOSS")
+    )
+    # Only the owner knows what the model is for; without, agreement with FP32 stands in.
+    eval: Path | None = field(
+        default=None, metadata=key(OPTIONAL_PATH, "npz of inputs, with labels or without, to judge by", "PATH")
+    )
+    # Ranges of activations cannot be guessed from random inputs, so convolutions stay FP32 without it or eval.
+    calibration: Path | None = field(
+        default=None, metadata=key(OPTIONAL_PATH, "npz of typical inputs, for the ranges of activations", "PATH")
+    )
+    # Follows from the labels and the outputs for most models.
+    metric: str = field(default="auto", metadata=key(METRIC, "how auto judges answers", "METRIC"))
+    # Below it the gain is within the noise of a measurement, and other answers for nothing are a bad bargain.
+    min_speedup: float = field(
+        default=1.05, metadata=key(number(0, 1000), "times as fast as fp32 that a form must be; 0 is any", "TIMES")
+    )
+    # A start that waits longer looks hung; what was chosen is kept in cache_dir.
+    quantize_seconds: float = field(
+        default=120.0, metadata=key(seconds(0, DAY), "time after which auto begins no further candidate", "SECONDS")
     )
     # Zeros of the model's own shapes do for most models; ids or lengths that must be sensible need real inputs.
     warmup: Path | None = field(
@@ -233,6 +257,11 @@ def entries() -> Iterator[Entry]:
     """Every scalar key, in the order of this file."""
     for section, cls in SECTIONS.items():
         yield from entries_of(section, cls)
+
+
+def common() -> Iterator[Entry]:
+    """The keys of a model that a flag or a variable gives to every model."""
+    return (entry for entry in entries_of("models", ModelConfig) if entry.name not in ("name", "path", "warmup"))
 
 
 def entries_of(section: str, cls: type[Section] | type[ModelConfig]) -> Iterator[Entry]:

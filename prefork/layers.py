@@ -1,10 +1,11 @@
 """Where the configuration comes from: defaults, a TOML file, the environment, flags; the later wins.
 
 The flag of a key is `--key-with-dashes` and its variable PREFORK_KEY; the keys of [log] have `log` before them
-(`--log-level`, PREFORK_LOG_LEVEL). Besides there are PREFORK_CONFIG (the file), PREFORK_MODEL (`name=path;name2=path2`)
-and PREFORK_QUANTIZE (the form of every model, as `--quantize`). Models are one list: those of flags replace those of
-the environment, which replace the file's. PREFORK_TEST_* belongs to the tests. Paths in a file are relative to that
-file, others to the working directory. Used by the commands, before any process is started.
+(`--log-level`, PREFORK_LOG_LEVEL). Besides there are PREFORK_CONFIG (the file) and PREFORK_MODEL
+(`name=path;name2=path2`). Models are one list: those of flags replace those of the environment, which replace the
+file's; a key of a model given as flag or variable (`--quantize`, PREFORK_QUANTIZE) holds for every model.
+PREFORK_TEST_* belongs to the tests. Paths in a file are relative to that file, others to the working directory. Used by
+the commands, before any process is started.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from prefork.config import (
     ModelConfig,
     ServerConfig,
     TelemetryConfig,
+    common,
     entries,
     entries_of,
 )
@@ -35,7 +37,8 @@ from prefork.errors import ConfigError
 from prefork.options import AUTO, MAX_SOCKET_PATH, read, split_bind, suggest
 
 DEMO = "digits"
-SPECIAL = ("PREFORK_CONFIG", "PREFORK_MODEL", "PREFORK_QUANTIZE")
+SPECIAL = ("PREFORK_CONFIG", "PREFORK_MODEL")
+NEEDED = ("name", "path")  # of each model
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ def load(
         compute=ComputeConfig(**values["compute"]),
         telemetry=TelemetryConfig(**values["telemetry"]),
         log=LogConfig(**values["log"]),
-        models=_models(listed, found.get("quantize"), sources),
+        models=_models(listed, found, sources),
         sources=sources,
     )
     _check(config)
@@ -105,7 +108,7 @@ def _gather(
 
 
 def _from_environment(environ: Mapping[str, str], base: Path) -> dict[str, Raw]:
-    by_variable = {entry.variable: entry.flat for entry in entries()} | {"PREFORK_QUANTIZE": "quantize"}
+    by_variable = {entry.variable: entry.flat for entry in (*entries(), *common())}
     known = [*by_variable, *SPECIAL]
     for name in environ:
         if name.startswith("PREFORK_") and not name.startswith("PREFORK_TEST_") and name not in known:
@@ -223,17 +226,16 @@ def _cache_dir(environ: Mapping[str, str]) -> Path | None:
 
 
 def _models(
-    listed: Sequence[Mapping[str, Raw]], quantize: Raw | None, sources: dict[str, str]
+    listed: Sequence[Mapping[str, Raw]], flat: Mapping[str, Raw], sources: dict[str, str]
 ) -> tuple[ModelConfig, ...]:
     chosen: dict[str, ModelConfig] = {}
+    of_all = {entry.name: flat[entry.flat] for entry in common() if entry.flat in flat}
     for found in listed or [_demo()]:
-        values, given = {}, dict(found)
-        if quantize is not None:
-            given["quantize"] = quantize
+        values, given = {}, {**found, **of_all}
         for entry in entries_of("models", ModelConfig):
             if raw := given.get(entry.name):
                 values[entry.name] = _value(entry, raw)
-            elif entry.default == AUTO:
+            elif entry.name in NEEDED:
                 origin = next(iter(given.values())).source if given else "[[models]]"
                 raise ConfigError(f"models.{entry.name} ({origin}): every model needs {entry.key.help}, found none")
             else:
@@ -273,9 +275,9 @@ def _check(config: Config) -> None:
     if not config.server.work_dir.is_dir() or not os.access(config.server.work_dir, os.W_OK | os.X_OK):
         _refuse("server.work_dir", sources, "a folder that can be written to", str(config.server.work_dir))
     for model in config.models:
-        for name, path in (("path", model.path), ("warmup", model.warmup)):
-            if path is not None:
-                _readable(f"models.{model.name}.{name}", sources, path)
+        for entry in entries_of("models", ModelConfig):
+            if isinstance(path := getattr(model, entry.name), Path):
+                _readable(f"models.{model.name}.{entry.name}", sources, path)
 
 
 def _readable(name: str, sources: Mapping[str, str], path: Path) -> None:

@@ -83,6 +83,11 @@ def seconds(low: float, high: float) -> Kind:
     return Kind(f"seconds from {low:g} to {high:g}", lambda text: _within(float(text), low, high), (int, float))
 
 
+def number(low: float, high: float) -> Kind:
+    """A real number within [low, high]."""
+    return Kind(f"a number from {low:g} to {high:g}", lambda text: _within(float(text), low, high), (int, float))
+
+
 def size(low: int, high: int) -> Kind:
     """A number of bytes within [low, high]; an integer, or text with a unit such as 64MiB."""
 
@@ -172,6 +177,16 @@ def _name(text: str) -> str:
 
 
 NAME = Kind("a name of 1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit", _name)
+
+
+def _metric(text: str) -> str:
+    if text not in METRICS and not re.fullmatch(r"(?!__main__:)[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", text):
+        raise ValueError
+    return text
+
+
+METRICS = ("auto", "top1", "f1", "cosine", "mse")
+METRIC = Kind(f"{', '.join(METRICS)} or module:function", _metric, choices=(*METRICS, "module:function"))
 
 
 def _within(value: Number, low: float, high: float) -> Number:

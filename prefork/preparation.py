@@ -11,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
+from prefork.config import ModelConfig
 from prefork.errors import ModelError
 from prefork.jobs import LoaderJob
 from prefork.model import pack
+from prefork.model.gate import Gate
 from prefork.model.repository import Source, read_model
 from prefork.shm import layout, room
 from prefork.tensor import Array
@@ -42,6 +44,7 @@ def prepare(job: LoaderJob, source: Source, place: str, progress: Callable[[str]
         source,
         name=job.model.name,
         quantize=job.model.quantize,
+        gate=gate(job.model),
         work_dir=job.work_dir,
         warmup=None if job.model.warmup is None else read_warmup(job.model.warmup),
         progress=progress,
@@ -51,6 +54,20 @@ def prepare(job: LoaderJob, source: Source, place: str, progress: Callable[[str]
     else:
         graph = pack.embed_subgraphs(prepared.graph, prepared.weights)
     return Sections(prepared.weights, graph, replace(prepared.manifest, graph_bytes=len(graph)).to_json())
+
+
+def gate(model: ModelConfig) -> Gate | None:
+    """What a search is asked for; None when there is none."""
+    if model.quantize != pack.AUTO:
+        return None
+    return Gate(
+        budget=model.accuracy_budget,
+        eval=model.eval,
+        calibration=model.calibration,
+        metric=model.metric,
+        min_speedup=model.min_speedup,
+        seconds=model.quantize_seconds,
+    )
 
 
 def read_warmup(path: Path) -> dict[str, Array]:

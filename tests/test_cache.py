@@ -137,6 +137,34 @@ def test_data_counts_by_content(tmp_path: Path) -> None:
     assert cache_key.options(model, lambda path: "1") != cache_key.options(model, lambda path: "2")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("quantize", "auto"),
+        ("accuracy_budget", 0.01),
+        ("eval", Path("/e.npz")),
+        ("calibration", Path("/c.npz")),
+        ("metric", "f1"),
+        ("min_speedup", 2.0),
+        ("quantize_seconds", 9.0),
+    ],
+)
+def test_every_option_of_the_search_is_another_key(name: str, value: object) -> None:
+    changed = cache_key.options(_with(name, value), lambda path: "1")
+    assert key_of(given=changed) != key_of(given=cache_key.options(MODEL, lambda path: "1"))
+    other = cache_key.options(_with(name, value), lambda path: "2")
+    assert (key_of(given=other) != key_of(given=changed)) == isinstance(value, Path)  # files count by content
+    if isinstance(value, Path):
+        moved = cache_key.options(_with(name, Path("/elsewhere") / value.name), lambda path: "1")
+        assert key_of(given=moved) == key_of(given=changed)
+
+
+def _with(name: str, value: object) -> ModelConfig:
+    made = replace(MODEL)
+    object.__setattr__(made, name, value)
+    return made
+
+
 def test_a_library_that_is_not_there() -> None:
     assert cache_key.library("no_such_library_here") == "missing"
 

@@ -11,7 +11,7 @@ import pytest
 
 import prefork
 from prefork.cli import build_parser, configure, parse
-from prefork.config import entries
+from prefork.config import common, entries
 from prefork.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +28,7 @@ def test_version_and_help() -> None:
     assert run("--version").stdout == f"prefork-serve {prefork.__version__}\n"
     ran = run("--help")
     assert ran.returncode == 0
-    for entry in entries():
+    for entry in (*entries(), *common()):
         assert f" {entry.flag} " in ran.stdout
 
 
@@ -81,6 +81,18 @@ def test_models_of_the_command_line(tmp_path: Path) -> None:
         ("a", "a.onnx", "int8"),
         ("x.1", "b.onnx", "int8"),
     ]
+
+
+def test_flags_of_the_search_reach_every_model(tmp_path: Path) -> None:
+    for name in ("a.onnx", "b.onnx", "e.npz"):
+        (tmp_path / name).write_bytes(b"\x08\x08")
+    texts = {"quantize": "auto", "metric": "f1", "eval": f"{tmp_path}/e.npz", "calibration": f"{tmp_path}/e.npz"}
+    argv = [f"{entry.flag}={texts.get(entry.flat, '0.25')}" for entry in common()]
+    config = configure(parse([f"{tmp_path}/a.onnx", f"{tmp_path}/b.onnx", *argv]), {})
+    for model in config.models:
+        for entry in common():
+            assert config.sources[f"models.{model.name}.{entry.name}"] == entry.flag
+        assert (model.quantize, model.metric, model.accuracy_budget) == ("auto", "f1", 0.25)
 
 
 def test_flags_are_not_abbreviated() -> None:

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from prefork.config import SECTIONS, Config, ModelConfig, entries, entries_of
+from prefork.config import SECTIONS, Config, ModelConfig, common, entries, entries_of
 from prefork.effective import to_toml
 from prefork.errors import ConfigError
 from prefork.layers import control_path, load
-from prefork.options import BIND, NAME, read, show_size, size, split_bind
+from prefork.model import evaluate
+from prefork.options import BIND, METRICS, NAME, read, show_size, size, split_bind
 
 REFERENCE = Path(__file__).parents[1] / "conf" / "prefork.toml"
 MIB = 2**20
@@ -66,8 +67,12 @@ def test_each_key_of_the_reference_has_a_comment() -> None:
 
 
 def test_spellings_of_keys_are_unique() -> None:
-    found = list(entries())
+    found = [*entries(), *common()]
     assert len({entry.flag for entry in found}) == len({entry.variable for entry in found}) == len(found)
+
+
+def test_metrics_are_those_of_the_search() -> None:
+    assert METRICS == evaluate.METRICS
 
 
 def test_defaults() -> None:
@@ -140,6 +145,21 @@ def test_models_of_the_later_layer_replace_the_others(tmp_path: Path, model: Pat
     assert flags.sources["models.x.quantize"] == "--quantize"
 
 
+def test_keys_of_the_search_by_file_and_for_every_model(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "e.npz").write_bytes(b"PK")
+    file = write(
+        tmp_path,
+        '[[models]]\nname = "a"\npath = "some.onnx"\nquantize = "auto"\neval = "e.npz"\naccuracy_budget = 0\n'
+        '[[models]]\nname = "b"\npath = "some.onnx"\nmetric = "judge.own:score"\nmin_speedup = 2\n',
+    )
+    flags, environ = {"quantize_seconds": "9", "calibration": "e.npz"}, {"PREFORK_MIN_SPEEDUP": "1.5"}
+    first, second = load(flags, environ, file=file, cwd=tmp_path).models
+    assert (first.quantize, first.eval, first.accuracy_budget) == ("auto", tmp_path / "e.npz", 0.0)
+    assert (second.quantize, second.eval, second.metric) == ("none", None, "judge.own:score")
+    for each in (first, second):
+        assert (each.calibration, each.min_speedup, each.quantize_seconds) == (tmp_path / "e.npz", 1.5, 9.0)
+
+
 @pytest.mark.parametrize(
     ("flags", "environ", "said"),
     [
@@ -158,7 +178,12 @@ def test_models_of_the_later_layer_replace_the_others(tmp_path: Path, model: Pat
         ({"metrics_bind": "7071"}, {}, 'expected host:port, [address]:port or :port, or "" for none, found \'7071\''),
         ({"bind": "h:1", "metrics_bind": "h:1"}, {}, "(--metrics-bind): expected another address than server.bind"),
         ({"work_dir": "/nowhere"}, {}, "server.work_dir (--work-dir): expected a folder that can be written to"),
-        ({"quantize": "int4"}, {}, "models.quantize (--quantize): expected none or int8, found 'int4'"),
+        ({"quantize": "int4"}, {}, "models.quantize (--quantize): expected none or int8 or auto, found 'int4'"),
+        ({"accuracy_budget": "0.5%"}, {}, "(--accuracy-budget): expected a number from 0 to 1, found '0.5%'"),
+        ({"min_speedup": "nan"}, {}, "(--min-speedup): expected a number from 0 to 1000, found 'nan'"),
+        ({}, {"PREFORK_METRIC": "acc"}, "expected auto, top1, f1, cosine, mse or module:function, found 'acc'"),
+        ({"metric": "__main__:f"}, {}, "or module:function, found '__main__:f'"),
+        ({"eval": "/none.npz"}, {}, "models.digits.eval (--eval): '/none.npz' cannot be read: No such file"),
     ],
 )  # fmt: skip
 def test_bad_values_are_refused_by_name(flags: dict[str, str], environ: dict[str, str], said: str) -> None:

@@ -105,8 +105,10 @@ class Manifest:
     `session_config`: session configuration entries that opening needs, whatever else the reader sets.
     `warmup`: None when no inputs are known that run; `notes` then says why.
     `source` is the path as the owner gave it: for the owner's eyes, never for clients.
-    `form`: what runs: "fp32" (the source's own types, optimised), "int8-dynamic", "quantized-source" (came quantized),
-    "as-is" (not optimised: ORT would not save it).
+    `form`: what runs: "fp32" (the source's own types, optimised), "int8-dynamic", "int8-mixed" (each product as is best
+    for it), "weights-8bit", "weights-4bit", "static-" and how ranges were found or what was left out (minmax, entropy,
+    percentile, mixed, convolutions, tensor), "int8-both" (products and convolutions), "quantized-source" (came
+    quantized), "as-is" (not optimised: ORT would not save it).
     """
 
     model: str
