@@ -19,10 +19,11 @@ SURPRISE, CAUTIOUS = 10.0, 1000
 class Costs:
     """Estimated seconds for each (model, size class), and the limit under which a run stays on the loop."""
 
-    __slots__ = ("_seconds", "_surprises", "inline_below")
+    __slots__ = ("_seconds", "_surprises", "_suspects", "inline_below")
 
     def __init__(self) -> None:
         self._surprises: dict[tuple[str, int], int] = {}
+        self._suspects: set[tuple[str, int]] = set()
         self._seconds: dict[tuple[str, int], float] = {}
         self.inline_below = 0.0
 
@@ -44,8 +45,13 @@ class Costs:
     def learn(self, model: str, size: int, seconds: float) -> None:
         key = (model, size.bit_length())
         known = self._seconds.get(key)
-        if seconds > SURPRISE * self.inline_below and known is not None and known <= self.inline_below:
-            self._surprises[key] = CAUTIOUS
+        if seconds <= self.inline_below:
+            self._suspects.discard(key)
+        elif seconds > SURPRISE * self.inline_below and known is not None and known <= self.inline_below:
+            # once may be the kernel, which ran somebody else meanwhile; twice is the model
+            if key in self._suspects:
+                self._surprises[key] = CAUTIOUS
+            self._suspects.add(key)
         if known is None:
             self._seconds[key] = seconds
         else:
