@@ -77,6 +77,13 @@ class ServerConfig:
     worker_timeout: float = field(
         default=30.0, metadata=key(seconds(0, DAY), "silence after which a worker is killed; 0 is never", "SECONDS")
     )
+    # A file may be half written, or a test; who wants it says so.
+    watch: float = field(
+        default=0.0,
+        metadata=key(
+            seconds(0, DAY), "look so often whether a model's file has changed, and reload it; 0 is never", "S"
+        ),
+    )
     # Nothing of ours grows; this is for user code that does.
     recycle_age: float = field(
         default=0.0, metadata=key(seconds(0, 365 * DAY), "replace a worker of this age; 0 is never", "SECONDS")

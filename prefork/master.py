@@ -42,6 +42,7 @@ from prefork.log import Logger, setup
 from prefork.notify import Notifier
 from prefork.reporting import Reporting
 from prefork.turnover import Turnover
+from prefork.watch import Watch
 
 State = Literal["loading", "starting", "ready", "stopping"]
 
@@ -66,6 +67,7 @@ class Master:
         self._config = config
         self._reread = reread
         self._reload_asked = False
+        self._watch = Watch(config.server.watch)
         self._told = ""
         self._log = log
         self._state: State = "loading"
@@ -117,6 +119,7 @@ class Master:
             "starting", workers=count, cpus=allowed.reason, bind=self._fleet.address, unix=config.unix,
             runtime_dir=config.runtime_dir, metrics=self._reporting.bind,
         )  # fmt: skip
+        self._watch.look(self._config.models, time.monotonic())
         self._turnover.start(self._config.models)
 
     def _make(self, number: int, models: Sequence[ModelConfig], kept: Mapping[str, Stored]) -> Generation:
@@ -162,7 +165,7 @@ class Master:
                 self._fail(error)
         if self._reload_asked and self._state == "ready" and self._turnover.change.over:
             self._reload_asked = False
-            self._reload_on_signal()
+            self._reload_unasked([])
         self._report(now)
         if now >= self._next_look:
             # a master that was frozen itself gives its workers a second to tick
@@ -176,7 +179,12 @@ class Master:
 
     def _look(self, now: float) -> None:
         self._fleet.look(now)
-        if self._state == "ready" and self._turnover.change.over:
+        if self._state != "ready" or not self._turnover.change.over or self._turnover.serving is None:
+            return
+        if changed := self._watch.look(self._turnover.serving.wanted, now):
+            self._log.info("model files have changed", models=", ".join(changed))
+            self._reload_unasked(changed)
+        else:
             self._fleet.recycle_due(now)
 
     def _report(self, now: float) -> None:
@@ -349,9 +357,9 @@ class Master:
 
     # changes and control
 
-    def _reload_on_signal(self) -> None:
+    def _reload_unasked(self, names: Sequence[str]) -> None:
         try:
-            self.reload([], 1.0, math.inf)
+            self.reload(names, 1.0, math.inf)
         except PreforkError as e:
             self._log.error("reload refused", reason=e)
 

@@ -21,7 +21,7 @@ BOTH_SIDES = {"channel", "jobs"}
 MASTER = {
     *LEAVES, *BOTH_SIDES, "notify", "cpus", "listener", "control", "shm",
     "child", "slots", "fleet", "nursery", "generation", "house", "status", "control_server", "workdir", "reporting",
-    "change", "turnover", "canary", "recycle", "desk", "effective",
+    "change", "turnover", "canary", "recycle", "desk", "watch", "effective",
 }  # fmt: skip
 SERVING = {"errors", "tensor", "value", "codec", "model.session", "observe", "shm.scoreboard", "shm.words", "shm.arena"}
 WORKER = {*LEAVES, *BOTH_SIDES, "attach", "shm", "serving", "codec", "value", "tensor", "model.session",
@@ -79,6 +79,7 @@ WALLS: dict[str, set[str]] = {
             "canary",
             "recycle",
             "desk",
+            "watch",
         ),
         MASTER,
     ),
