@@ -30,17 +30,20 @@ from prefork.child import Child
 from prefork.config import Config
 from prefork.control_server import ControlServer
 from prefork.errors import ConfigError, FailedPrecondition, InvalidArgument, PreforkError
-from prefork.fleet import MAX_SLOTS, Fleet
+from prefork.fleet import KILL_MARGIN, MAX_SLOTS, QUICK, Fleet
 from prefork.generation import Generation
+from prefork.herald import Herald
 from prefork.house import House
 from prefork.jobs import CachePlace
 from prefork.log import Logger, setup
-from prefork.notify import Notifier
+from prefork.notify import Notifier, watchdog_seconds
 from prefork.reporting import Reporting
 from prefork.shm import sweep
+from prefork.watchdog import Watchdog, stalled
 
 State = Literal["loading", "starting", "ready", "stopping"]
 
+LEAVING = 10.0  # seconds beyond the last child's time that the supervisor is asked for
 LOOK = 1.0  # seconds between looks at what tells nobody when it is over
 HANDLED = ("TERM", "INT", "QUIT", "HUP", "USR1", "USR2", "TTIN", "TTOU", "CHLD", "WINCH")
 
@@ -97,9 +100,10 @@ class Master:
         allowed = cpus.allowed()
         count = config.workers or allowed.count
         assert house.work is not None
-        self._fleet = Fleet(self._config, self._log, house.work, self._add, count)
+        self._fleet = Fleet(self._config, self._log, house.work, self._add, count, house.given)
         stack.callback(self._fleet.close)
         self._fleet.unix = house.unix
+        self._supervise()
         self._reporting = Reporting(self._config, self._log, self._fleet.board)
         stack.callback(self._reporting.close)
         self._control = ControlServer(house.control, self._selector, self._answer)
@@ -108,10 +112,20 @@ class Master:
         )
         stack.callback(self._generation.retire)
         self._log.info(
-            "starting", workers=count, cpus=allowed.reason, bind=self._fleet.address, unix=config.unix,
+            "starting", workers=count, cpus=allowed.reason, bind=self._fleet.address, unix=house.unix_path,
             runtime_dir=config.runtime_dir, metrics=self._reporting.bind,
         )  # fmt: skip
         self._load()
+
+    def _supervise(self) -> None:
+        fleet, timeout = self._fleet, self._config.server.worker_timeout
+        listening = [sock for sock in (fleet.unix, fleet.slots[0].listener) if sock is not None]
+        self._herald = Herald(self._notify, fleet.board)
+        self._watchdog = Watchdog(
+            watchdog_seconds(os.environ, os.getpid()), self._notify, self._selector, self._log,
+            [(sock.family, sock.getsockname()) for sock in listening],
+            lambda: stalled(fleet.slots, fleet.board, timeout, time.monotonic()),
+        )  # fmt: skip
 
     def _catch_signals(self) -> None:
         for sock in (self._wake, self._wake_in):
@@ -153,6 +167,10 @@ class Master:
 
     def _report(self, now: float) -> None:
         self._reporting.write(self._state, self._generation.number, self._fleet.slots)
+        loading = self._state in ("loading", "starting")
+        models = [model.name for model in self._config.models]
+        self._herald.turn(now, self._state, models, self._fleet.slots, self._children.values(), loading=loading)
+        self._watchdog.turn(now, serving=self._state == "ready")
         if self._state == "stopping":
             self._reporting.dismiss(self._children.values(), now)
         elif child := self._reporting.serve(now):
@@ -168,7 +186,7 @@ class Master:
             self._log.crash("the master goes on after a fault", e)
 
     def _patience(self) -> float:
-        moments = [self._next_look]
+        moments = [self._next_look, self._watchdog.due]
         if self._state in ("starting", "ready") and (moment := self._fleet.next_due()) is not None:
             moments.append(moment)
         return max(0.0, min(moments) - time.monotonic())
@@ -193,6 +211,9 @@ class Master:
                 for child in (*self._unborn, *self._children.values()):
                     child.send({"command": "reopen"})
             case signal.SIGHUP | signal.SIGUSR2:
+                if number is signal.SIGHUP:  # a supervisor that reloads us waits for these two
+                    self._notify.reloading()
+                    self._notify.ready()
                 self._log.warning("signal is not supported yet, nothing changes", signal=number.name)
 
     def _reap(self, now: float) -> None:
@@ -284,7 +305,7 @@ class Master:
     def _ready(self) -> None:
         server = self._config.server
         self._state = "ready"
-        self._log.info("READY", bind=self._fleet.address, unix=server.unix, control=server.control)
+        self._log.info("READY", bind=self._fleet.address, unix=self._house.unix_path, control=server.control)
         self._notify.ready(f"serving {', '.join(model.name for model in self._generation.models)}")
 
     def _fail(self, error: PreforkError) -> None:
@@ -311,7 +332,7 @@ class Master:
             return
         self._log.info("stopping", why=why, quick=quick)
         self._state = "stopping"
-        self._notify.stopping()
+        self._notify.stopping((QUICK if quick else self._config.server.graceful_timeout + KILL_MARGIN) + LEAVING)
         self._house.unlink_public()
         for child in self._children.values():
             if child.role == "loader":
@@ -340,7 +361,7 @@ class Master:
     def _status(self) -> dict[str, Any]:
         bind, nursery = [] if self._state == "stopping" else [self._fleet.address], self._fleet.nursery
         return {
-            **status.server(self._config, self._state, self._fleet.restarts, bind),
+            **status.server(self._config, self._state, self._fleet.restarts, bind, self._house.unix_path),
             "workers": [status.worker_row(slot, self._fleet.board) for slot in self._fleet.slots],
             "models": [status.model_row(model, self._generation.number) for model in self._generation.models],
             "loading": self._generation.loading,

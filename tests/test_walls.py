@@ -21,6 +21,7 @@ BOTH_SIDES = {"channel", "jobs"}
 MASTER = {
     *LEAVES, *BOTH_SIDES, "notify", "cpus", "listener", "control", "shm",
     "child", "slots", "fleet", "nursery", "generation", "house", "status", "control_server", "workdir", "reporting",
+    "activation", "herald", "watchdog",
 }  # fmt: skip
 SERVING = {"errors", "tensor", "value", "codec", "model.session", "observe", "shm.scoreboard", "shm.words", "shm.arena"}
 WORKER = {*LEAVES, *BOTH_SIDES, "attach", "shm", "serving", "codec", "value", "tensor", "model.session",
@@ -76,6 +77,9 @@ WALLS: dict[str, set[str]] = {
         MASTER,
     ),
     "reporting": MASTER,
+    "activation": {"errors", "listener"},
+    "herald": {"notify", "child", "slots", "shm"},
+    "watchdog": {"log", "notify", "slots", "shm"},
     "cli": {"errors", "options", "config", "layers", "effective", "check", "ahead", "reportview", "master"},
     "__main__": {"cli"},
     "ctl": {"errors", "layers", "control", "ctlview", "ctlinfer", "reportview", "shm.sweep", "shm.segment"},
