@@ -43,6 +43,15 @@ name = "large"
 path = "/srv/models/large.onnx"
 quantize = "int8"
 """
+SLOW = """[[models]]
+name = "slow"
+path = "/srv/models/large.onnx"
+quantize = "auto"
+quantize_seconds = 20
+"""
+SYSV = 'shm = "sysv"\n[telemetry]\nmetrics_bind = "127.0.0.1:9090"\n[log]'
+READYZ = "import urllib.request as u; r = u.urlopen('http://127.0.0.1:9090/readyz'); print(r.status, r.read().decode())"
+SHORT = 8.0  # seconds that a start has by itself, for one that takes longer
 DROP_IN = "/run/systemd/system/prefork.service.d/bench.conf"
 CTL = ("/opt/prefork-serve/bin/prefork-ctl", "--runtime-dir", "/run/prefork-serve")
 
@@ -165,8 +174,11 @@ class Live:
         self.box.until(lambda: self.box.show("NRestarts")["NRestarts"] == "1", "a restart")
         seconds = time.monotonic() - begun
         self.box.until(lambda: self.box.show("ActiveState")["ActiveState"] == "active" and self.answers(), "answers")
-        journal = self.box.run("journalctl", "-u", "prefork.service", "--output=cat").stdout
-        holds = lived and "Failed with result 'watchdog'" in journal and seconds < 2 * self.watchdog + 5
+        before = first["InvocationID"]
+        matches = (f"INVOCATION_ID={before}", "+", f"_SYSTEMD_INVOCATION_ID={before}")  # systemd's words, and its own
+        journal = self.box.run("journalctl", "--output=cat", *matches).stdout
+        said = "Failed with result 'watchdog'" in journal and "Fatal Python error: Aborted" in journal
+        holds = lived and said and seconds < 2 * self.watchdog + 5
         found = f"fed for {1.5 * self.watchdog:g} s, then result watchdog and restarted after {seconds:.1f} s, answers"
         self.configure()
         self.drop_in()
@@ -197,6 +209,36 @@ class Live:
         origins = [line["origin"] for line in self.log() if line["event"] == "segment published"]
         found = f"origins {', '.join(origins)}; {seconds:.2f} s, cold {self.cold:.2f} s"
         return Verdict("start, warm cache", "every model from the cache", found, set(origins) == {"cache"})
+
+    def other_memory(self) -> Verdict:
+        """System V segments in the service's own IPC namespace, and the metrics process beside."""
+        self.box.systemctl("stop", "prefork.service")
+        known = CONFIG.format(worker_timeout=30.0, digits=DIGITS).replace("[log]", SYSV)
+        self.configure(text=known)
+        self.begin()
+        kinds = [row["segment"]["kind"] for row in self.status()["models"]]
+        ready = self.box.until(self._readyz, "an answer of /readyz")
+        holds = kinds == ["sysv"] and self.answers() and ready.startswith("200") and not self.segments()
+        self.configure()
+        return Verdict("System V segments, metrics", "answers, /readyz 200", f"{kinds}, /readyz {ready}", holds)
+
+    def _readyz(self) -> str:
+        return self.box.run("python3", "-c", READYZ).stdout.strip()
+
+    def patient(self) -> Verdict:
+        """A quantization search that takes longer than the unit's time to start, which the server asks for."""
+        self.box.systemctl("stop", "prefork.service")
+        self.configure(text=CONFIG.format(worker_timeout=30.0, digits=DIGITS) + SLOW)
+        self.drop_in(f"TimeoutStartSec={SHORT:g}")
+        try:
+            seconds = self.begin()
+        finally:
+            self.configure()
+            self.drop_in()
+        said = self.box.run("journalctl", "-u", "prefork.service", "--output=cat").stdout
+        holds = seconds > SHORT and "start operation timed out" not in said
+        found = f"active after {seconds:.1f} s"
+        return Verdict("a start that gets on for long", f"active, after more than {SHORT:g} s", found, holds)
 
     def refused(self, case: str, text: str, code: int) -> Verdict:
         self.box.systemctl("stop", "prefork.service")
@@ -259,6 +301,9 @@ def told(found: dict[str, Any]) -> str:
 def cases(live: Live) -> Iterator[Callable[[], Verdict]]:
     yield from (live.verified, live.hardened, live.started, live.described, live.reloaded, live.worker_killed)
     yield from (live.stopped, live.warm, live.frozen, live.hanging, live.crashed)
+    yield live.other_memory
+    if live.large:
+        yield live.patient
     yield lambda: live.refused("a key that is wrong", "[server]\nworkers = -1\n", 78)
     yield lambda: live.refused("a model that is none", '[[models]]\nname = "x"\npath = "prefork.toml"\n', 65)
     yield lambda: live.activated(1)

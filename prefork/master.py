@@ -119,10 +119,13 @@ class Master:
 
     def _supervise(self) -> None:
         fleet, timeout = self._fleet, self._config.server.worker_timeout
+        interval = watchdog_seconds(os.environ, os.getpid())
+        if interval and timeout >= interval:
+            self._log.warning("watchdog is quicker than worker_timeout", watchdog=interval, worker_timeout=timeout)
         listening = [sock for sock in (fleet.unix, fleet.slots[0].listener) if sock is not None]
         self._herald = Herald(self._notify, fleet.board)
         self._watchdog = Watchdog(
-            watchdog_seconds(os.environ, os.getpid()), self._notify, self._selector, self._log,
+            interval, self._notify, self._selector, self._log,
             [(sock.family, sock.getsockname()) for sock in listening],
             lambda: stalled(fleet.slots, fleet.board, timeout, time.monotonic()),
         )  # fmt: skip
@@ -168,7 +171,8 @@ class Master:
     def _report(self, now: float) -> None:
         self._reporting.write(self._state, self._generation.number, self._fleet.slots)
         loading = self._state in ("loading", "starting")
-        models = [model.name for model in self._config.models]
+        served = [model.name for model in self._config.models]
+        models = [self._generation.loading] if self._state == "loading" else served
         self._herald.turn(now, self._state, models, self._fleet.slots, self._children.values(), loading=loading)
         self._watchdog.turn(now, serving=self._state == "ready")
         if self._state == "stopping":
