@@ -152,6 +152,19 @@ class Live:
         found = ", ".join(f"{key} {value}" for key, value in after.items())
         return Verdict("kill -9 of a worker", "the unit stays", found, after["NRestarts"] == "0" and self.answers())
 
+    def scaled(self) -> Verdict:
+        """A worker that leaves takes nothing along; Python 3.13's event loop would unlink the Unix socket."""
+        self.box.run(*CTL, "scale", "1")
+        self.box.until(lambda: self.states() == ["ready", "retired"], "one worker")
+        there = self.answers() and (self.box.root / "run/prefork-serve/prefork.sock").is_socket()
+        self.box.run(*CTL, "scale", "2")
+        self.box.until(lambda: self.states() == ["ready", "ready"], "two workers")
+        found = "it stays, and answers" if there else "gone"
+        return Verdict("one worker fewer, one more", "the Unix socket stays", found, there)
+
+    def states(self) -> list[str]:
+        return [row["state"] for row in self.status().get("workers", [])]
+
     def frozen(self) -> Verdict:
         return self._unwatched("watchdog: master stopped by SIGSTOP", lambda: [self.status()["pid"]])
 
@@ -300,7 +313,7 @@ def told(found: dict[str, Any]) -> str:
 
 def cases(live: Live) -> Iterator[Callable[[], Verdict]]:
     yield from (live.verified, live.hardened, live.started, live.described, live.reloaded, live.worker_killed)
-    yield from (live.stopped, live.warm, live.frozen, live.hanging, live.crashed)
+    yield from (live.scaled, live.stopped, live.warm, live.frozen, live.hanging, live.crashed)
     yield live.other_memory
     if live.large:
         yield live.patient
