@@ -22,6 +22,7 @@ MASTER = {
     *LEAVES, *BOTH_SIDES, "notify", "cpus", "listener", "control", "shm",
     "child", "slots", "fleet", "nursery", "generation", "house", "status", "control_server", "workdir", "reporting",
     "change", "turnover", "canary", "recycle", "desk", "watch", "effective",
+    "activation", "herald", "watchdog", "supervisor",
 }  # fmt: skip
 SERVING = {"errors", "tensor", "value", "codec", "model.session", "observe", "shm.scoreboard", "shm.words", "shm.arena"}
 WORKER = {*LEAVES, *BOTH_SIDES, "attach", "shm", "serving", "codec", "value", "tensor", "model.session",
@@ -80,10 +81,14 @@ WALLS: dict[str, set[str]] = {
             "recycle",
             "desk",
             "watch",
+            "supervisor",
         ),
         MASTER,
     ),
     "reporting": MASTER,
+    "activation": {"errors", "listener"},
+    "herald": {"notify", "child", "slots", "shm"},
+    "watchdog": {"log", "notify", "slots", "shm"},
     "cli": {"errors", "options", "config", "layers", "effective", "check", "ahead", "reportview", "master"},
     "__main__": {"cli"},
     "ctl": {
