@@ -19,8 +19,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Column
 
 STDERR = 2
-TICK = 1.0  # seconds between frames: the elapsed time goes on, and drawing costs a measurement two parts in a thousand
+TICK = 1.0  # seconds between frames: the elapsed time goes on, and a frame takes 0.7 ms from what is being measured
 WIDTH, NARROW = 110, 20  # columns taken at most, and below which nothing is drawn
+UNKNOWN = 80  # columns of a terminal that does not tell (serial lines say 0)
 GONE = 1.0  # seconds that a terminal which takes no more (XOFF) may hold up the end
 ERASE = "\r\x1b[K"  # ECMA-48 EL: to the end of the line
 
@@ -70,7 +71,7 @@ class Bar:
             os.write(self._fd, ERASE.encode())
 
     def _frame(self) -> str:
-        columns = os.get_terminal_size(self._fd).columns
+        columns = os.get_terminal_size(self._fd).columns or UNKNOWN
         if columns < NARROW:
             return ""
         if self._fraction is not None:

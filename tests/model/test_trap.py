@@ -23,9 +23,8 @@ POINTS = 0.05
 
 
 def scores(path: Path) -> Array:
-    found: Array = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(
-        None, {"x": trap.digits()[0]}
-    )[0]
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    found: Array = session.run(None, {"x": trap.digits()[0]})[0]
     return found
 
 

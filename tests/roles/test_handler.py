@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.model import trap
+from tests.model import small, trap
 from tests.roles.server import REPOSITORY, Server
 
 DIGITS = """
@@ -72,6 +72,28 @@ def test_its_batches_calibrate_and_half_of_them_judge(place: Path, model: Path) 
     assert not list(place.rglob("*.pyc"))
 
 
+IMAGES = """
+import numpy as np
+
+class Images:
+    def calibration(self):
+        generator = np.random.default_rng(0)
+        for _ in range(8):
+            yield {"x": generator.standard_normal((1, 3, 32, 32))}  # FP64, as numpy makes them
+"""
+
+
+def test_with_its_batches_convolutions_are_quantized(place: Path) -> None:
+    small.save(small.convolution(), place / "trap.onnx")
+    (place / "owners.py").write_text(IMAGES)
+    without = inspect(place)["report"]["gate"]
+    assert without["choice"] == "fp32" and not without["candidates"]
+    gate = inspect(place, "--handler", "owners:Images")["report"]["gate"]
+    tried = {one["name"]: one for one in gate["candidates"]}
+    assert "static-minmax" in tried  # the first that needs ranges
+    assert gate["choice"].startswith("static-") and tried[gate["choice"]]["delta"] <= 0.005
+
+
 def test_its_source_is_part_of_the_key(place: Path, model: Path) -> None:
     (place / "owners.py").write_text(WITH)
     args = ("--handler", "owners:Digits")
@@ -80,6 +102,10 @@ def test_its_source_is_part_of_the_key(place: Path, model: Path) -> None:
     assert [inspect(place, *args)["origin"] for _ in range(2)] == ["file", "cache"]
     (place / "owners.py").write_text(WITH)
     assert inspect(place, *args)["origin"] == "cache"
+    plain = (*args, "--quantize", "none")
+    assert inspect(place, *plain)["origin"] == "file"
+    (place / "owners.py").write_text(WITH + "# nothing asks it for batches")
+    assert inspect(place, *plain)["origin"] == "cache"
     (place / "owners.py").unlink()
     said = run(place, "inspect", "trap.onnx", "--quantize", "auto", *args, code=65)
     assert f"expected a module 'owners' in the current directory ({place}) or on PYTHONPATH, found none" in said
