@@ -115,7 +115,7 @@ class Fleet:
         if slot.child is not child:
             return None
         self.board.slot(slot.index).end()
-        how = children.describe_exit(code)
+        how = child.how(code)
         said = child.said if child.said and child.said.get("event") == "failed" else None
         reason = str(said["message"]) if said else how
         slot.left(now, reason, asked=child.leaving or (code == 0 and child.ready_at is not None))
@@ -125,7 +125,7 @@ class Fleet:
         else:
             self._log.info("worker left", slot=slot.index, pid=child.pid, how=how)
         if not self.up and not stopping and (said or slot.failures >= BOOT_TRIES):
-            return status.boot_error(f"worker of slot {slot.index}", reason, os.waitstatus_to_exitcode(code))
+            return status.boot_error(f"worker of slot {slot.index}", reason, child.code(code))
         return None
 
     def asks_to_leave(self, child: Child, now: float) -> None:

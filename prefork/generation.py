@@ -12,7 +12,6 @@ Runs in the master; the other side is loader.py. States:
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -107,9 +106,8 @@ class Generation:
         if self.state != "loading" or loader.slot < len(self.models):
             return
         said = loader.said or {}
-        code = os.waitstatus_to_exitcode(status)
-        reason = said.get("message") or f"the loader left: {children.describe_exit(status)}"
-        self._give_up(self._wanted[loader.slot], reason, code if code > 0 else children.CRASH)
+        reason = said.get("message") or f"the loader left: {loader.how(status)}"
+        self._give_up(self._wanted[loader.slot], reason, loader.code(status))
 
     def _give_up(self, model: ModelConfig, reason: str, exit_code: int) -> None:
         self.state = "failed"

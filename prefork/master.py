@@ -25,7 +25,7 @@ from contextlib import ExitStack, suppress
 from typing import Any, Literal
 
 from prefork import child as children
-from prefork import control, cpus, status
+from prefork import control, cpus, preflight, status
 from prefork.child import Child
 from prefork.config import Config
 from prefork.control_server import ControlServer
@@ -36,6 +36,7 @@ from prefork.house import House
 from prefork.jobs import CachePlace
 from prefork.log import Logger, setup
 from prefork.notify import Notifier
+from prefork.oom import OomWatch
 from prefork.reporting import Reporting
 from prefork.shm import sweep
 
@@ -52,7 +53,7 @@ def serve(config: Config) -> int:
         log = setup(config.log.level, config.log.format, config.log.file, role="master")
     except OSError as e:
         raise ConfigError(f"log.file {str(config.log.file)!r}: {e.strerror}") from None
-    return Master(config, log).run()
+    return Master(preflight.prepare(config, log), log).run()
 
 
 class Master:
@@ -66,6 +67,7 @@ class Master:
         self._children: dict[int, Child] = {}
         self._unborn: set[Child] = set()  # asked of the template, pid not known yet
         self._next_look = time.monotonic()
+        self._oom = OomWatch()
         self._notify = Notifier(os.environ)
         self._selector = selectors.DefaultSelector()
         self._signals: deque[int] = deque()
@@ -145,6 +147,7 @@ class Master:
             # a master that was frozen itself gives its workers a second to tick
             if now - self._next_look < LOOK:
                 self._survive(lambda: self._fleet.look(now))
+            self._oom.look(now)
             self._control.expire(now)
             self._next_look = now + LOOK
             for child in self._children.values():
@@ -198,7 +201,7 @@ class Master:
     def _reap(self, now: float) -> None:
         while True:
             try:
-                pid, code = os.waitpid(-1, os.WNOHANG)
+                pid, code, usage = os.wait4(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:
@@ -212,6 +215,7 @@ class Master:
                 if not child.closed:  # a grandchild holds the other end
                     self._selector.unregister(child.channel)
                 child.channel.close()
+                self._oom.judge(child, code, now, usage.ru_maxrss * 1024)
                 self._left(child, code, now)
 
     def _left(self, child: Child, code: int, now: float) -> None:

@@ -21,6 +21,7 @@ BOTH_SIDES = {"channel", "jobs"}
 MASTER = {
     *LEAVES, *BOTH_SIDES, "notify", "cpus", "listener", "control", "shm",
     "child", "slots", "fleet", "nursery", "generation", "house", "status", "control_server", "workdir", "reporting",
+    "preflight", "oom",
 }  # fmt: skip
 SERVING = {"errors", "tensor", "value", "codec", "model.session", "observe", "shm.scoreboard", "shm.words", "shm.arena"}
 WORKER = {*LEAVES, *BOTH_SIDES, "attach", "shm", "serving", "codec", "value", "tensor", "model.session",
@@ -30,6 +31,11 @@ WALLS: dict[str, set[str]] = {
     "log": set(),
     "notify": set(),
     "cpus": set(),
+    "cgroups": set(),
+    "facts": {"cgroups", "shm"},
+    "needs": {"config", "cpus"},
+    "preflight": {"errors", "config", "log", "facts", "needs"},
+    "oom": {"child", "cgroups", "facts"},
     "demo": set(),
     "channel": set(),
     "ctlview": set(),
