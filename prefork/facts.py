@@ -17,6 +17,7 @@ from prefork.shm import room
 from prefork.shm.segment import Kind
 
 UNLIMITED = 1 << 63
+MANY = 1 << 14  # tasks: more than any configuration needs
 EXEMPT = 1 << 21 | 1 << 24  # CAP_SYS_ADMIN, CAP_SYS_RESOURCE: the kernel does not count their processes
 
 
@@ -66,11 +67,16 @@ def read(kind: Kind, root: Path = cgroups.ROOT) -> Facts:
         memory=tuple(_memory()),
         tasks=tuple(_tasks(root)),
         commit=_commit(root),
-        open_files=_limit(resource.RLIMIT_NOFILE)[1],  # the master raises its own to the hard limit
+        open_files=open_files(),
         core_piped=cgroups.read(root / "proc/sys/kernel/core_pattern").startswith("|"),
         max_map_count=_number(root / "proc/sys/vm/max_map_count"),
         **soft,
     )
+
+
+def open_files() -> int:
+    """Descriptors that each of our processes may have: the master raises its own limit to the hard one."""
+    return _limit(resource.RLIMIT_NOFILE)[1]
 
 
 _LIMITS = {
@@ -120,13 +126,21 @@ def _tasks(root: Path) -> Iterator[Room]:
             )
     most = _limit(resource.RLIMIT_NPROC)[0]
     if most != UNLIMITED and os.getuid() != 0 and not _capabilities(root) & EXEMPT:
-        left = max(0, most - _tasks_of_user(root))
+        left = most - _all_tasks(root)  # cheap to ask, and mostly enough
+        if left < MANY:
+            left = max(0, most - _tasks_of_user(root))
         yield Room(f"RLIMIT_NPROC ({most}, all of this user's)", left, "raise it (ulimit -u, LimitNPROC=)")
 
 
 def _capabilities(root: Path) -> int:
     lines = cgroups.read(root / "proc/self/status").splitlines()
     return next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
+
+
+def _all_tasks(root: Path) -> int:
+    """Of the machine: the fourth field of /proc/loadavg is `running/all`."""
+    words = cgroups.read(root / "proc/loadavg").split()
+    return int(words[3].partition("/")[2]) if len(words) > 3 else UNLIMITED
 
 
 def _tasks_of_user(root: Path) -> int:

@@ -307,6 +307,8 @@ class Master:
     def _scale_to(self, count: int) -> None:
         if self._state == "stopping":
             raise FailedPrecondition("the server is stopping")
+        if count > len(self._fleet.slots):
+            preflight.grow(self._config, count)
         self._fleet.scale_to(count, time.monotonic())
 
     def _stop(self, why: str, *, quick: bool) -> None:

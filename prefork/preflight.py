@@ -12,11 +12,12 @@ from typing import Literal, TextIO
 
 from prefork import facts, needs
 from prefork.config import Config
-from prefork.errors import ConfigError, PreforkError, SegmentFull
+from prefork.errors import ConfigError, PreforkError, ResourceExhausted, SegmentFull
 from prefork.facts import UNLIMITED, Facts, Room, mib
 from prefork.log import Logger
 from prefork.needs import Needs
 
+MORE_FILES = "raise it (ulimit -Hn, LimitNOFILE=, docker run --ulimit nofile=)"
 Level = Literal["refusal", "warning", "info"]
 
 
@@ -57,6 +58,14 @@ def examine(wanted: Needs, found: Facts) -> Iterator[Finding]:
     yield from _limits(wanted, found)
     yield from _mappings(wanted, found)
     yield from _cores(found)
+
+
+def grow(config: Config, workers: int) -> None:
+    """May a running server have so many workers? Raises ResourceExhausted when the master has no descriptors for them,
+    of which one that replaces a worker would notice too late."""
+    wanted = needs.of(replace(config, server=replace(config.server, workers=workers)))
+    for finding in _master_files(wanted, facts.open_files()):
+        raise ResourceExhausted(finding.message)
 
 
 def refuse(findings: Iterable[Finding]) -> None:
@@ -109,16 +118,19 @@ def _memory(wanted: Needs, found: Facts) -> Iterator[Finding]:
         yield from _bounds(f"memory: {count} worker(s) are promised", least, likely, found.commit)
 
 
-def _files(wanted: Needs, found: Facts) -> Iterator[Finding]:
-    hard, asked = found.open_files, wanted.connections
-    advice = "raise it (ulimit -Hn, LimitNOFILE=, docker run --ulimit nofile=)"
+def _master_files(wanted: Needs, hard: int) -> Iterator[Finding]:
     if hard < wanted.master_files:
         yield Finding(
             "refusal",
             f"open files: the master needs {wanted.master_files} ({needs.MASTER_FILES} own, {needs.SLOT_FILES} for "
             f"each of {wanted.workers} worker(s), {needs.MODEL_FILES} for each of {wanted.models} model(s), "
-            f"{needs.CONTROL_FILES} for prefork-ctl), the hard RLIMIT_NOFILE is {hard}; {advice}, or fewer workers",
+            f"{needs.CONTROL_FILES} for prefork-ctl), the hard RLIMIT_NOFILE is {hard}; {MORE_FILES}, or fewer workers",
         )
+
+
+def _files(wanted: Needs, found: Facts) -> Iterator[Finding]:
+    hard, asked = found.open_files, wanted.connections
+    yield from _master_files(wanted, hard)
     left = connections(wanted, found)
     own = (
         f"{wanted.worker_files} ({needs.WORKER_FILES} own, {wanted.listening_files} for listening and segments, "
@@ -128,13 +140,13 @@ def _files(wanted: Needs, found: Facts) -> Iterator[Finding]:
         yield Finding(
             "refusal",
             f"open files: a worker needs {own} and {wanted.least_connections} connections, the hard RLIMIT_NOFILE is "
-            f"{hard}; {advice}",
+            f"{hard}; {MORE_FILES}",
         )
     elif left < asked:
         yield Finding(
             "warning",
             f"open files: max_connections {asked} becomes {left}, for a worker needs {own} beside and the hard "
-            f"RLIMIT_NOFILE is {hard}; {advice} to {wanted.worker_files + asked}, or lower max_connections",
+            f"RLIMIT_NOFILE is {hard}; {MORE_FILES} to {wanted.worker_files + asked}, or lower max_connections",
         )
 
 

@@ -6,6 +6,7 @@ What the system refuses to give (no root, no version 1 or delegated version 2 hi
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -43,7 +44,7 @@ def group(controller: str, settings: Mapping[str, str]) -> Iterator[Path]:
     own = next(cgroups.folders(controller), None)
     if own is None:
         pytest.skip(f"no control group of {controller} is mounted")
-    folder = own / f"prefork-test-{controller}"
+    folder = own / f"prefork-test-{controller}-{os.getpid()}"
     try:
         folder.mkdir()
     except OSError as e:

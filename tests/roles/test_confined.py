@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prefork import control
 from prefork.client import Client
-from prefork.errors import Code
+from prefork.errors import Code, ResourceExhausted
 from tests.observe.scrape import samples
 from tests.roles.confine import Confined, enter, group, memory, mounted, quota
 from tests.roles.models import large
@@ -179,8 +180,17 @@ def epolls(pid: int) -> Iterator[str]:
 def test_too_few_open_files(place: Path) -> None:
     words = ("open files: a worker needs", "hard RLIMIT_NOFILE is 64", "LimitNOFILE=")
     refused(Confined(place, "--workers", "2").within("prlimit", "--nofile=64:64"), 78, *words)
+    refused(Confined(place, "--workers", "2", "--check").within("prlimit", "--nofile=64:64"), 78, *words)
     server = Confined(place, "--workers", "100").within("prlimit", "--nofile=256:256")
     refused(server, 78, "open files: the master needs", "hard RLIMIT_NOFILE is 256", "or fewer workers")
+
+
+def test_no_scaling_beyond_the_open_files(place: Path) -> None:
+    with Confined(place, "--workers", "1").within("prlimit", "--nofile=100:100") as server:
+        control.request(server.runtime / "control.sock", "scale", {"workers": 3})
+        with pytest.raises(ResourceExhausted, match=r"the master needs 128 .* RLIMIT_NOFILE is 100"):
+            control.request(server.runtime / "control.sock", "scale", {"workers": 30})
+        assert len(server.status()["workers"]) == 3 and serves(server)
 
 
 # processes
