@@ -26,10 +26,10 @@ LEAST_COMMIT, LIKELY_COMMIT = 40 * MIB, 100 * MIB  # what each worker may write 
 LEAST_MAPS, LIKELY_MAPS, MODEL_MAPS = 400, 600, 1000  # libraries and heaps, and one region a tensor
 # Descriptors. A worker: streams, log, channel, scoreboard, the loop's own; two for each socket that it listens on,
 # which may become those of all slots; and spare ones for clients that are being refused. The master: streams, log,
-# sockets and places; a slot has its listener, its worker's channel and that of the successor, a model the segments of
-# two generations.
+# sockets and places; a slot has its listener and the channels of its worker, of a successor and of one that leaves, a
+# model the segments of two generations.
 WORKER_FILES, LISTENING_FILES, SPARE_FILES = 16, 2, 32
-MASTER_FILES, SLOT_FILES, MODEL_FILES, CONTROL_FILES = 20, 3, 2, 16
+MASTER_FILES, SLOT_FILES, MODEL_FILES, CONTROL_FILES = 20, 4, 2, 16
 LEAST_CONNECTIONS = 16
 OWN_TASKS = 6  # master, template, loader, telemetry, and a fork's process in between, twice
 

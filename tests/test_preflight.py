@@ -59,7 +59,7 @@ CASES = [
     (commit(223), "refusal", ("4 worker(s) are promised at least 224.0 MiB", "223.0 MiB left", "vm.overcommit_ratio")),
     (commit(1391), "warning", ("promised up to 1392.0 MiB", "1391.0 MiB left", "vm.overcommit_ratio")),
     ({"open_files": 74}, "refusal", ("a worker needs 59 (16 own, 11 for listening", "16 connections", "is 74")),
-    ({"open_files": 49}, "refusal", ("the master needs 50 (20 own, 3 for each of 4", "is 49", "LimitNOFILE=")),
+    ({"open_files": 49}, "refusal", ("the master needs 54 (20 own, 4 for each of 4", "is 49", "LimitNOFILE=")),
     (
         {"open_files": 1024},
         "warning",
