@@ -15,7 +15,6 @@ Runs in the master; the other side is loader.py. States:
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -143,9 +142,8 @@ class Generation:
         if self.state != "loading" or loader.slot < len(self.stored):
             return
         said = loader.said or {}
-        code = os.waitstatus_to_exitcode(status)
-        reason = said.get("message") or f"the loader left: {children.describe_exit(status)}"
-        self._give_up(self.wanted[loader.slot], reason, code if code > 0 else children.CRASH)
+        reason = said.get("message") or f"the loader left: {loader.how(status)}"
+        self._give_up(self.wanted[loader.slot], reason, loader.code(status))
 
     def _give_up(self, model: ModelConfig, reason: str, exit_code: int) -> None:
         self.state = "failed"
