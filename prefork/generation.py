@@ -118,8 +118,9 @@ class Generation:
 
     def _spawn(self, model: ModelConfig, place: Path) -> Child:
         job = LoaderJob(self._log, model, self._kind, self._owner, self.number, place, cache=self._cache)
-        self._log.info("loading", model=model.name, path=model.path, quantize=model.quantize)
-        return children.spawn("loader", len(self.stored), self.number, job, {self._log.fd})
+        loader = children.spawn("loader", len(self.stored), self.number, job, {self._log.fd})
+        self._log.info("loading", model=model.name, path=model.path, quantize=model.quantize, pid=loader.pid)
+        return loader
 
     def published(self, loader: Child, said: dict[str, Any]) -> None:
         """The loader has published: hold the segment before the loader lets go of it, and say so."""
