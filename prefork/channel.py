@@ -5,8 +5,8 @@ Used by every forked role. Nothing here blocks except `Channel.send`, whose mess
 
 from __future__ import annotations
 
-import contextlib
 import json
+import select
 import socket
 from array import array
 from typing import Any
@@ -38,10 +38,10 @@ class Channel:
             self.closed = True
 
     def wait(self) -> None:
-        """Block until the master has said something or is dead."""
-        self._sock.setblocking(True)
-        with contextlib.suppress(OSError):
-            self._sock.recv(MESSAGE_BYTES)
+        """Block until there is something to receive, or the master is dead."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        poll.poll()
 
     def _receive_now(self) -> tuple[bytes, list[int]]:
         """socket.recv_fds takes flags and passes none on (CPython 3.11)."""

@@ -28,8 +28,11 @@ from prefork.channel import MAX_FDS, MESSAGE_BYTES, encode
 from prefork.errors import PreforkError
 
 # Read when the libraries are first imported, so they must stand before the role's imports: the ONNX Runtime's telemetry
-# thread dials out and hangs forked children, OpenBLAS starts a thread a core that nobody here uses.
-NUMERIC_ENVIRONMENT = {"ORT_DISABLE_TELEMETRY": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+# thread dials out and hangs forked children, OpenBLAS starts a thread a core that nobody here uses, and so do its kin.
+NUMERIC_ENVIRONMENT = {
+    "ORT_DISABLE_TELEMETRY": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+    "BLIS_NUM_THREADS": "1",
+}  # fmt: skip
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 IGNORED = (
     signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTTIN, signal.SIGTTOU,

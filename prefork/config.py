@@ -64,6 +64,10 @@ class ServerConfig:
     )
     # One a CPU that quota and cpuset allow: a worker computes on one thread, more of them only take turns.
     workers: int = field(default=0, metadata=key(whole(0, 1024), "worker processes; 0 is one for each allowed CPU"))
+    # Off: the kernel places well where others compute too; a core of one's own helps on a machine of one's own.
+    pin: Literal["off", "cores"] = field(
+        default="off", metadata=key(choice("off", "cores"), "keep each worker to physical cores of its own", "HOW")
+    )
     # posix maps packed weights straight from the segment, sysv (no path) costs each worker more private memory.
     shm: Literal["posix", "sysv"] = field(
         default="posix", metadata=key(choice("posix", "sysv"), "kind of shared memory segment", "KIND")
@@ -180,6 +184,10 @@ class LogConfig:
     # Read by a person until somebody collects it.
     format: Literal["console", "json"] = field(
         default="console", metadata=key(choice("console", "json"), "for people or for machines", "FORMAT")
+    )
+    # Off: a line costs about as much CPU as a request of a tiny model; one in a hundred tells as much as all.
+    requests: float = field(
+        default=0.0, metadata=key(number(0, 1), "share of the requests that get a line; 0 is none", "RATE")
     )
     # Standard error, which containers and systemd collect.
     file: Path | None = field(

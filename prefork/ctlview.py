@@ -87,16 +87,16 @@ def status(found: Row) -> str:
 
 
 def _workers(rows: Sequence[Row], master: int | None) -> str:
-    head = ("SLOT", "STATE", "PID", "GEN", "UPTIME", "REQUESTS", "IN-FLIGHT", "ERRORS", "PSS")
+    head = ("SLOT", "STATE", "PID", "GEN", "UPTIME", "REQUESTS", "IN-FLIGHT", "ERRORS", "PSS", "CPUS")
     body = [
         [w.get("slot"), w.get("state"), w.get("pid"), w.get("generation"), duration(w.get("uptime_s")),
-         w.get("requests"), w.get("in_flight"), w.get("errors"), size(w.get("pss_bytes"))]
+         w.get("requests"), w.get("in_flight"), w.get("errors"), size(w.get("pss_bytes")), w.get("cpus")]
         for w in rows
     ]  # fmt: skip
     if master is not None:
-        body.append([Amount("-"), "master", None, None, None, None, None, None, size(master)])
+        body.append([Amount("-"), "master", None, None, None, None, None, None, size(master), None])
     sums = [sum(w.get(name) or 0 for w in rows) for name in ("requests", "in_flight", "errors", "pss_bytes")]
-    body.append([Amount("all"), f"{len(rows)} slots", None, None, None, *sums[:3], size(sums[3] + (master or 0))])
+    body.append([Amount("all"), f"{len(rows)} slots", None, None, None, *sums[:3], size(sums[3] + (master or 0)), None])
     reasons = [f"slot {w.get('slot')}: {w['reason']}" for w in rows if w.get("reason")]
     return "\n".join([table(head, body), *reasons])
 

@@ -12,7 +12,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 
-from prefork import activation, listener, slots, status
+from prefork import activation, listener, placement, slots, status
 from prefork import child as children
 from prefork.child import Child
 from prefork.config import Config
@@ -51,6 +51,7 @@ class Fleet:
         self._add = add
         self.board = Scoreboard.create(ROWS)
         self.rows = Rows(ROWS)
+        self._places = placement.of(config.server.pin, config.compute.threads)
         self._recycling = Recycling(config.server, self.board)
         self.restarts = 0
         self.up = False  # every slot has been ready once
@@ -70,7 +71,7 @@ class Fleet:
         """Workers of this generation are forked from a template, which imports what it needs while models load."""
         job = TemplateJob(
             self._log, self._config, generation.number, generation.models, self.board, self._work.path, os.getpid(),
-            complete=generation.state == "loaded",
+            places=self._places, complete=generation.state == "loaded",
         )  # fmt: skip
         if self._config.compute.threads > 1:
             generation.nursery.forgo(f"runs use {self._config.compute.threads} threads each, which no fork survives")
@@ -115,7 +116,7 @@ class Fleet:
         guarded = {other.index: other.listener for other in self.slots if other.guardian == slot.index}
         job = WorkerJob(
             self._log, self._config, slot.index, row, generation.number, generation.models,
-            {slot.index: slot.listener, **guarded}, self.unix, self.board, self._work.path,
+            {slot.index: slot.listener, **guarded}, self.unix, self.board, self._work.path, self._places,
         )  # fmt: skip
         try:
             child = generation.nursery.spawn(job) or children.spawn(

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from prefork.config import Config, ModelConfig, ServerConfig
 from prefork.log import Logger
+from prefork.placement import Places
 from prefork.shm.owner import Owner
 from prefork.shm.scoreboard import Scoreboard
 from prefork.shm.segment import Kind, SegmentRef
@@ -78,8 +79,9 @@ class TelemetryJob:
 
 @dataclass(frozen=True, slots=True)
 class TemplateJob:
-    """Open `models` once and fork workers that serve them. `master_pid`: who takes the workers over. `complete`: false
-    when the models are told later, over the channel."""
+    """Open `models` once and fork workers that serve them. `master_pid`: who takes the workers over. `places`:
+    CPUs by slot, in turn; none when workers are not pinned. `complete`: false when the models are told later, over the
+    channel."""
 
     log: Logger
     config: Config
@@ -89,6 +91,7 @@ class TemplateJob:
     scratch: Path
     master_pid: int
     complete: bool = True
+    places: Places = ()
 
     @property
     def descriptors(self) -> set[int]:
@@ -99,7 +102,8 @@ class TemplateJob:
 @dataclass(frozen=True, slots=True)
 class WorkerJob:
     """Serve `models` on the listening sockets of `slot` (and of those slots that it guards), by slot number. `row`: of
-    the scoreboard, this worker's alone; two workers of one slot may live at a time while one replaces the other."""
+    the scoreboard, this worker's alone; two workers of one slot may live at a time while one replaces the other.
+    `places` as in TemplateJob."""
 
     log: Logger
     config: Config
@@ -111,6 +115,7 @@ class WorkerJob:
     unix: socket.socket | None
     scoreboard: Scoreboard
     scratch: Path
+    places: Places = ()
 
     @property
     def descriptors(self) -> set[int]:

@@ -215,7 +215,15 @@ class Loader:
 
             yield tell
 
+    def _hear(self) -> bool:
+        """Obey what the master has said meanwhile; whether it holds the segment."""
+        said = [message.get("command") for message, _ in self._line.receive()]
+        if "reopen" in said:
+            self._log.reopen()
+        return "held" in said
+
     def _progress(self, step: str) -> None:
+        self._hear()
         done = getattr(step, "fraction", None)  # a report.Step knows how far it is
         self._log.info("preparing", step=str(step), **({} if done is None else {"percent": round(done * 100)}))
 
@@ -246,7 +254,8 @@ class Loader:
         ref = draft.publish()
         known = json.loads(manifest)
         self._line.send({"event": "done", "segment": ref.to_dict(), "report": self._report(known, origin)})
-        self._line.wait()
+        while not self._hear() and not self._line.closed:
+            self._line.wait()
         for note in known["notes"]:
             self._log.info("note", text=note)
 

@@ -12,6 +12,7 @@ from prefork.child import Child
 from prefork.config import Config
 from prefork.errors import PreforkError
 from prefork.jobs import LoadedModel
+from prefork.placement import running_on
 from prefork.shm.scoreboard import Scoreboard
 from prefork.shm.sweep import SegmentInfo
 from prefork.slots import Slot
@@ -54,6 +55,7 @@ def worker_row(slot: Slot, board: Scoreboard) -> dict[str, Any]:
         "generation": child.generation if child else None,
         "uptime_s": round(time.monotonic() - child.started, 3) if child else None,
         "pss_bytes": pss(child.pid) if child and child.pid else None,
+        "cpus": running_on(child.pid) if child and child.pid else None,
         "restarts": slot.restarts,
         "reason": slot.reason,
         "guardian": slot.guardian,

@@ -180,4 +180,5 @@ def _worker_job(job: TemplateJob, message: Mapping[str, object], fds: list[int])
     return WorkerJob(
         job.log, job.config, slots[0], int(str(message["row"])), job.generation, job.models, listeners,
         sockets[len(slots)] if len(sockets) > len(slots) else None, job.scoreboard, job.scratch,
+        job.places,
     )  # fmt: skip

@@ -22,12 +22,13 @@ from typing import Any
 
 import uvloop
 
-from prefork import attach
+from prefork import attach, placement
 from prefork.channel import Channel
 from prefork.jobs import WorkerJob
-from prefork.serving import rpc
+from prefork.serving import logged, rpc
 from prefork.serving.admission import Admission
 from prefork.serving.lane import measure_hand_off
+from prefork.serving.requestlog import RequestLog
 from prefork.serving.scheduler import Scheduler
 from prefork.serving.service import Service
 from prefork.shm import words as board
@@ -45,6 +46,7 @@ GC_THRESHOLD = 20_000  # requests make no cycles; frequent collections would onl
 def main(channel: socket.socket, job: WorkerJob) -> int:
     """Serve until told to leave; the exit code. Raises PreforkError when it cannot begin."""
     job.scoreboard.slot(job.row).begin(os.getpid(), job.generation)
+    placement.settle(job.places, job.slot)  # the threads of runs start when the models are opened
     ready = attach.make_ready(job.models, job.config, job.scratch)
     for note in ready.notes:
         job.log.for_role("worker", slot=job.slot).warning("no warm-up", reason=note)
@@ -55,6 +57,8 @@ def main(channel: socket.socket, job: WorkerJob) -> int:
 
 def run(channel: socket.socket, job: WorkerJob, ready: attach.Ready) -> int:
     """Serve models that are open and warm, until told to leave; the exit code. The slot of the scoreboard is begun."""
+    if reason := placement.settle(job.places, job.slot):
+        job.log.for_role("worker", slot=job.slot).warning("not pinned", reason=reason)
     gc.set_threshold(GC_THRESHOLD, 20, 50)
     loop = uvloop.new_event_loop()
     return loop.run_until_complete(Worker(loop, channel, job, ready).serve())
@@ -89,7 +93,9 @@ class Worker:
         self._channel = Channel(channel)
         versions = {model.name: str(model.version) for model in job.models}
         words = self._slot.words
-        self._scheduler = Scheduler(
+        rate = job.config.log.requests
+        self._requests = RequestLog(rate, self._log, loop.call_later) if rate else None
+        self._scheduler = (logged.TimedScheduler if rate else Scheduler)(
             loop,
             opened.sessions,
             versions,
@@ -104,6 +110,9 @@ class Worker:
             opened.sessions, versions, limits, wire_limits, self._scheduler, words, self._fault,
             job.scoreboard.answer_rows(),
         )  # fmt: skip
+        self._make = rpc.factory(self._service, loop)
+        if self._requests is not None:
+            self._make = logged.factory(self._service, loop, self._requests)
         self._listening: dict[int, tuple[socket.socket, asyncio.AbstractServer | None]] = {}
         self._leave: asyncio.Future[str] = loop.create_future()
         self._kept: list[str] = []  # queues that a service manager keeps when the server goes
@@ -131,6 +140,8 @@ class Worker:
         self._slot.move(WorkerState.DRAINING)
         await self._drain(how)
         self._count()
+        if self._requests is not None:
+            self._requests.flush_all()
         self._slot.end()
         return 0
 
@@ -181,7 +192,7 @@ class Worker:
         return self._loop.create_task(self._listen(index, sock))
 
     async def _listen(self, index: int, sock: socket.socket) -> None:
-        make, backlog = rpc.factory(self._service, self._loop), self._job.config.server.backlog
+        make, backlog = self._make, self._job.config.server.backlog
         dup = sock.dup()  # the loop closes what it is given; the sweep at the end needs one more
         server: asyncio.AbstractServer
         if sock.family == socket.AF_UNIX:
@@ -221,7 +232,6 @@ class Worker:
 
     async def _sweep(self) -> None:
         """Take the connections that still wait in the queues, to tell them that the server goes."""
-        make = rpc.factory(self._service, self._loop)
         for index, (sock, server) in list(self._listening.items()):
             if server is not None:
                 server.close()
@@ -229,7 +239,7 @@ class Worker:
             with suppress(OSError):
                 while True:
                     accepted, _ = sock.accept()
-                    await self._loop.connect_accepted_socket(make, accepted)
+                    await self._loop.connect_accepted_socket(self._make, accepted)
             self._listening.pop(index, None)
             sock.close()
 
@@ -243,6 +253,8 @@ class Worker:
             self._slot.tick()
         self._progress = progress
         self._count()
+        if self._requests is not None:
+            self._requests.beat()
         self._service.now = time.monotonic()
         self._rest()
         self._ticks += 1

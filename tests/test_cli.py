@@ -55,11 +55,13 @@ def test_every_key_has_a_flag_that_reaches_it(tmp_path: Path) -> None:
     texts = {
         "bind": ":1",
         "metrics_bind": ":2",
+        "pin": "cores",
         "shm": "sysv",
         "keep_previous": "off",
         "run_in": "thread",
         "log_level": "error",
         "log_format": "json",
+        "log_requests": "0.25",
     }
     argv, expected = [], {}
     for entry in entries():

@@ -19,18 +19,19 @@ PACKAGE = ROOT / "prefork"
 LEAVES = {"errors", "log", "options", "config"}
 BOTH_SIDES = {"channel", "jobs"}
 MASTER = {
-    *LEAVES, *BOTH_SIDES, "notify", "cpus", "listener", "control", "shm",
+    *LEAVES, *BOTH_SIDES, "notify", "cpus", "placement", "listener", "control", "shm",
     "child", "slots", "fleet", "nursery", "generation", "house", "status", "control_server", "workdir", "reporting",
     "change", "turnover", "canary", "recycle", "desk", "watch", "effective",
     "activation", "herald", "watchdog", "supervisor",
     "preflight", "oom",
 }  # fmt: skip
 SERVING = {"errors", "tensor", "value", "codec", "model.session", "observe", "shm.scoreboard", "shm.words", "shm.arena"}
-WORKER = {*LEAVES, *BOTH_SIDES, "attach", "shm", "serving", "codec", "value", "tensor", "model.session",
+WORKER = {*LEAVES, *BOTH_SIDES, "placement", "attach", "shm", "serving", "codec", "value", "tensor", "model.session",
           "model.manifest", "model.warmup"}  # fmt: skip
 WALLS: dict[str, set[str]] = {
     "errors": set(),
-    "log": set(),
+    "log": {"logsink"},
+    "logsink": set(),
     "notify": set(),
     "cpus": set(),
     "cgroups": set(),
@@ -38,6 +39,7 @@ WALLS: dict[str, set[str]] = {
     "needs": {"config", "cpus"},
     "preflight": {"errors", "config", "log", "facts", "needs"},
     "oom": {"child", "cgroups", "facts"},
+    "placement": set(),
     "demo": set(),
     "channel": set(),
     "ctlview": {"ctlchange"},
@@ -55,7 +57,7 @@ WALLS: dict[str, set[str]] = {
     "model": {"errors", "tensor", "value"},
     "client": {"errors", "tensor", "value", "codec"},
     "serving": SERVING,
-    "jobs": {"config", "log", "shm"},
+    "jobs": {"config", "log", "placement", "shm"},
     "loader": {*LEAVES, *BOTH_SIDES, "shm", "cache", "cache_key", "digests", "preparation", "handler", "bar"},
     "preparation": {*LEAVES, *BOTH_SIDES, "tensor", "shm", "model", "handler", "calibration"},
     "handler": {"errors"},

@@ -39,9 +39,12 @@ class Job:
     """One request on its way. `deadline` is in time.monotonic() seconds, `size` in bytes of its body.
 
     `begun` turns true when its run begins, `finished` when it was answered or dropped; then `request` is given up,
-    and whoever finds it so leaves the job alone. Its place in the admission is given back by the lane."""
+    and whoever finds it so leaves the job alone. Its place in the admission is given back by the lane. `trail` is the
+    request log's (logged.py), and unset without one."""
 
-    __slots__ = ("begun", "codec", "deadline", "finished", "model", "owner", "request", "request_id", "size")
+    __slots__ = ("begun", "codec", "deadline", "finished", "model", "owner", "request", "request_id", "size", "trail")
+
+    trail: object
 
     def __init__(
         self, owner: Owner, request_id: int, codec: int, request: InferRequest, size: int, deadline: float
