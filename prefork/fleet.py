@@ -57,7 +57,9 @@ class Fleet:
         job = TemplateJob(
             self._log, self._config, generation, self._models, self.board, self._work.path, os.getpid()
         )  # fmt: skip
-        if self._config.compute.threads > 1:
+        if self._config.server.template == "off":
+            self.nursery.forgo("template is off")
+        elif self._config.compute.threads > 1:
             self.nursery.forgo(f"runs use {self._config.compute.threads} threads each, which no fork survives")
         elif template := self.nursery.open(job):
             self._add(template)
