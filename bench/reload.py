@@ -207,11 +207,12 @@ def verdict(report: harness.Report, course: Course) -> int:
         "held": [(count, one.plain()) for count, one in course.held], "grown": grown,
         "sysctls": {name: Path(f"/proc/sys/{name}").read_text().strip() for name in SYSCTLS},
     }  # fmt: skip
+    more = ", ".join(grown) or "nothing"
     holds = not (failed or wrong or course.failed or grown) and busy <= MOST * quiet and answered > 0
     figure = (
         f"{course.changes} changes under {course.rate:.0f} requests/s: {failed} of {answered + failed} failed "
-        f"({connects} connects), {wrong} wrong, {len(course.failed)} changes failed, grown: "
-        f"{', '.join(grown) or 'nothing'}; p99 {busy * 1e3:.1f} ms during changes, {quiet * 1e3:.1f} ms without: {busy / quiet:.2f} times (at most {MOST})"
+        f"({connects} connects), {wrong} wrong, {len(course.failed)} changes failed, grown: {more}; p99 "
+        f"{busy * 1e3:.1f} ms during changes, {quiet * 1e3:.1f} ms without: {busy / quiet:.2f} times (at most {MOST})"
     )
     return report.finish(holds, figure)
 
