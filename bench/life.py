@@ -115,17 +115,18 @@ def at_rest(found: dict[str, Any]) -> bool:
     """No change, and one generation on all slots that are wanted."""
     rows = [row for row in found["workers"] if row["state"] != "retired"]
     alike = {row["generation"] for row in rows} == {found["generation"]}
-    return phase(found) == "" and alike and all(row["state"] == "ready" for row in rows)
+    return phase(found) == "" and alike and not found["leaving"] and all(row["state"] == "ready" for row in rows)
 
 
 def phase(found: dict[str, Any]) -> str:
-    """Of the change that is going on; "" when there is none."""
-    return str((found.get("change") or {}).get("phase") or "")
+    """Of the change that is under way; "" when there is none."""
+    name = str(found["change"]["phase"])
+    return "" if name in ("done", "failed") else name
 
 
 def brief(found: dict[str, Any]) -> str:
     rows = [f"{row['slot']}:{row['state']}:{row['generation']}" for row in found["workers"]]
-    return f"{found['state']} generation {found.get('generation')} change {found.get('change')} {' '.join(rows)}"
+    return f"{found['state']}, generation {found['generation']}, {found['change']}, {' '.join(rows)}"
 
 
 def variant(source: Path, target: Path, factor: float) -> Path:

@@ -36,6 +36,7 @@ ENCODER = "minilm"
 WORKERS = 2
 SHARE = 0.5  # of what the load could do
 BUSY, QUIET = 5.0, 2.5  # seconds of a period at least
+AFTER = 1.0  # seconds between a busy period and a quiet one that belong to neither
 SETTLED = 50  # changes after which what the server holds is taken for what it needs
 SLACK = 0.05, 8e6  # share and bytes that memory may grow by: heaps differ from process to process
 KINDS = ("reload", "restart", "hup", "reload", "restart", "reload digits")
@@ -121,6 +122,7 @@ def drive(site: Site, operator: Operator, load: Peer, count: int, seconds: float
     kinds, end = itertools.cycle(KINDS), time.monotonic() + seconds
     with stopped(load, course):
         while course.changes < count and time.monotonic() < end and not course.failed:
+            time.sleep(AFTER)
             with phase(load, "quiet"):
                 time.sleep(QUIET)
             with phase(load, "busy"):

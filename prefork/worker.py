@@ -239,9 +239,6 @@ class Worker:
             for index in list(self._listening):
                 self._deafen(index)
         self._service.drain()
-        if how == "retire":  # clients that repeat nothing must not lose what they sent before they were told
-            await self._until(time.monotonic() + GOAWAY_GRACE, lambda: not self._service.clients)
-        self._service.refuse()
         if how != "retire":
             await self._sweep()
         if how == "quit":

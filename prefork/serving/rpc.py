@@ -183,7 +183,7 @@ class Connection(Stream):
         service, request_id = self.service, frame.request_id
         if request_id == 0 or request_id in self._jobs:
             _refuse_id(request_id)
-        if service.refusing:
+        if service.draining:
             raise Unavailable("the worker is draining; connect again")
         if received is not None and time.monotonic() > received + self._timeout(frame):
             raise DeadlineExceeded("the deadline passed while the request arrived or waited for those before it")

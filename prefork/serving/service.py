@@ -66,7 +66,7 @@ class Client(Protocol):
 
 
 class Service:
-    """`draining` and `refusing` turn true once and stay; `changed` is set when something ends while draining."""
+    """`draining` turns true once and stays; `changed` is set when something ends while draining."""
 
     def __init__(
         self,
@@ -87,8 +87,7 @@ class Service:
         self.words = words
         self.rows = rows
         self.log_fault = log_fault
-        self.draining = False  # clients have been told to go
-        self.refusing = False  # and what they send nevertheless is not taken any more
+        self.draining = False
         self.bytes_in = self.bytes_out = 0  # until the next heartbeat takes them to the scoreboard
         self.now = time.monotonic()  # of the last heartbeat; good enough for idle clients, and free
         self.changed = asyncio.Event()
@@ -99,7 +98,7 @@ class Service:
             Kind.MODEL_METADATA: self._model_metadata,
             Kind.MODEL_READY: self._model_ready,
             Kind.SERVER_METADATA: lambda _: ServerMetadata("prefork-serve", prefork.__version__, []),
-            Kind.SERVER_READY: lambda _: Ready(not self.refusing),
+            Kind.SERVER_READY: lambda _: Ready(not self.draining),
             Kind.SERVER_LIVE: lambda _: Ready(True),
         }
 
@@ -139,20 +138,16 @@ class Service:
             )
 
     def drain(self) -> None:
-        """Tell every client to go. Requests that cross the word on the way are still taken."""
+        """Take nothing new from now on and tell every client."""
         self.draining = True
         for client in list(self.clients):
             client.go_away()
-
-    def refuse(self) -> None:
-        """Take nothing new from now on."""
-        self.refusing = True
 
     def _has(self, request: ModelRequest) -> bool:
         return request.name in self._models and request.version in ("", self._version)
 
     def _model_ready(self, message: Message) -> Ready:
-        return Ready(self._has(_model_request(message)) and not self.refusing)
+        return Ready(self._has(_model_request(message)) and not self.draining)
 
     def _model_metadata(self, message: Message) -> ModelMetadata:
         request = _model_request(message)
