@@ -113,9 +113,9 @@ class Site:
         return str(path)
 
 
-def drive(site: Site, operator: Operator, load: Peer, count: int, seconds: float) -> Course:
+def drive(site: Site, operator: Operator, load: Peer, count: int, seconds: float, share: float) -> Course:
     """Busy and quiet periods until there have been `count` changes or the time is over."""
-    course = Course(rate=load.ask(capacity=3.0)["rate"] * SHARE)
+    course = Course(rate=load.ask(capacity=3.0)["rate"] * share)
     load.ask(phase="run-up")
     load.ask(rate=course.rate)
     operator.took.clear()
@@ -225,6 +225,7 @@ SYSCTLS = ("net/ipv4/tcp_migrate_req", "net/ipv4/tcp_tw_reuse", "net/core/somaxc
 def main(argv: Sequence[str]) -> int:
     parser = harness.parser(__doc__ or "")
     parser.add_argument("--changes", type=int, default=0, metavar="N", help="default 1000, with --quick 20")
+    parser.add_argument("--share", type=float, default=SHARE, help="of the rate that the load could have; default 0.5")
     parser.add_argument("--seconds", type=float, default=0.0, help="end after these; default 2400, with --quick 20")
     args = parser.parse_args(argv)
     report = harness.Report("reload", args)
@@ -236,7 +237,7 @@ def main(argv: Sequence[str]) -> int:
             with Peer("bench.openload", str(plan)) as load:
                 course = drive(
                     site, operator, load, args.changes or (20 if args.quick else 1000),
-                    args.seconds or (20.0 if args.quick else 2400.0),
+                    args.seconds or (20.0 if args.quick else 2400.0), args.share,
                 )  # fmt: skip
     show(report, course, operator)
     return verdict(report, course)

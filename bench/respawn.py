@@ -4,9 +4,10 @@ without a template.
 Two servers in one run, one with `template = auto`, the other with `template = off`, whose workers open the models
 themselves: the workers of both are killed in turn, slot by slot, with nothing else going on. The time runs from before
 kill(2) until a connection to the slot's own socket, made when the kernel says that the victim has ended, has its
-answer, and what the answer itself takes when all is quiet is taken off where the 30 ms are judged. The kernel chooses the socket of a SO_REUSEPORT group by a hash of both addresses, so a client's port that
-once came to a slot always does. Where another worker answers for a slot that takes long, its READY counts. A slot is
-left alone for so long that the next death is not a young one: the waits between these are a policy, not a cost.
+answer; what an answer takes when all is quiet is taken off where the 30 ms are judged. The kernel chooses the socket of
+a SO_REUSEPORT group by a hash of both addresses, so a client's port that once came to a slot always does. Where another
+worker answers for a slot that takes long, its READY counts. A slot is left alone for so long that the next death is
+not a young one: the waits between these are a policy, not a cost.
 """
 
 from __future__ import annotations
