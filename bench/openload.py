@@ -6,8 +6,8 @@ A request is sent at its moment, whatever became of the others, and its time run
 seen by all that it held up (Schroeder, Wierman, Harchol-Balter, "Open Versus Closed", NSDI 2006). WAYS says who
 sends it; only the last one ever repeats anything. Each answer must be one of `answers`, where these are given.
 
-{"capacity": s} asks as fast as answers come for that long; {"rate": r} begins the load; {"phase": NAME} puts
-the requests from now on under that name; {"stop": true} waits for the last answers and tells what happened.
+{"rate": r} begins the load, or changes its rate; {"phase": NAME} puts the requests from now on under that name;
+{"stop": true} waits for the last answers and tells what happened.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from prefork.client.calls import CodecName
 from prefork.errors import PreforkError
 
 MOST_OPEN = 2000  # requests without an answer, after which the server counts as hung
-CLOSED = 24  # requests at a time when capacity is measured
 CUTS = (0.5, 0.9, 0.99, 0.999)
 
 
@@ -78,9 +77,10 @@ class Load:
         self._models = itertools.cycle(self._inputs)
         self._clients: dict[str, AsyncClient] = {}
         self._open: set[asyncio.Task[None]] = set()
-        self.phase = "capacity"
+        self.phase = "begin"
         self.accounts: dict[tuple[str, str], Account] = {}
         self._sending: asyncio.Task[None] | None = None
+        self._step = 1.0
 
     def _client(self, way: Way) -> AsyncClient:
         address = str(self._plan["unix" if way.unix else "address"])
@@ -107,28 +107,14 @@ class Load:
             self._stack.push_async_exit(self._clients[way.name])
         return self._clients[way.name]
 
-    async def capacity(self, seconds: float) -> float:
-        """Answers a second that CLOSED askers get."""
-        end = time.perf_counter() + seconds
-        done = 0
+    def set_rate(self, rate: float) -> None:
+        self._step = 1.0 / rate
+        self._sending = self._sending or asyncio.create_task(self._send())
 
-        async def asker() -> None:
-            nonlocal done
-            while (now := time.perf_counter()) < end:
-                await self._ask("capacity", next(self._order), next(self._models), now)
-                done += 1
-
-        began = time.perf_counter()
-        await asyncio.gather(*(asker() for _ in range(CLOSED)))
-        return done / (time.perf_counter() - began)
-
-    def begin(self, rate: float) -> None:
-        self._sending = asyncio.create_task(self._send(1.0 / rate))
-
-    async def _send(self, step: float) -> None:
+    async def _send(self) -> None:
         due = time.perf_counter()
         while True:
-            due += step
+            due += self._step
             if (wait := due - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
             way = next(self._order)
@@ -192,11 +178,9 @@ async def _serve(plan: Mapping[str, Any]) -> None:
         say(ways=[way.name for way in WAYS])
         while line := await loop.run_in_executor(None, sys.stdin.readline):
             match json.loads(line):
-                case {"capacity": seconds}:
-                    say(rate=await load.capacity(float(seconds)))
                 case {"rate": rate}:
-                    load.begin(float(rate))
-                    say(begun=True)
+                    load.set_rate(float(rate))
+                    say(rate=rate)
                 case {"phase": name}:
                     load.phase = str(name)
                     say(phase=name)

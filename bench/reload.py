@@ -1,11 +1,11 @@
 """Claim: 1,000 reloads, rolling restarts and HUPs under load lose no request, refuse and reset no connection, leave
 nothing behind, and cost at most 1.5 times the usual p99.
 
-One server with the demo model and an encoder, two workers, default sysctls. The load (bench.openload) comes at half the
-rate that it could, on kept connections and on one for each request, over both codecs, mostly from clients that repeat
-nothing. Changes come back to back in busy periods, with quiet ones in between; p99 of the busy ones is set against p99
-of the quiet ones of the same run. Every reload finds another model file: two that differ in their answers take
-turns, and each answer must be one of the two. What the server holds is counted at rest.
+One server with the demo model and an encoder, two workers, default sysctls. The load (bench.openload) comes at the rate
+that keeps the processors half busy, on kept connections and on one for each request, over both codecs, mostly from
+clients that repeat nothing. Changes come back to back in busy periods, with quiet ones in between; p99 of the busy ones
+is set against p99 of the quiet ones of the same run. Every reload finds another model file: two that differ in their
+answers take turns, and each answer must be one of the two. What the server holds is counted at rest.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from typing import Any
 
 import numpy as np
 
-from bench import harness, life
+from bench import harness, life, procs
 from bench.inputs import FEEDS
 from bench.life import Holding, Operator
 from bench.peer import Peer
 from bench.server import Server
+from prefork import cpus
 from prefork.client import Client
 from prefork.demo import model_path
 
 MOST = 1.5  # times the quiet p99
 ENCODER = "minilm"
 WORKERS = 2
-SHARE = 0.5  # of what the load could do
+SHARE = 0.5  # of the processors' time that load and server take together when nothing changes
+PROBE = 100.0  # requests a second while it is found out what one takes
 BUSY, QUIET = 5.0, 2.5  # seconds of a period at least
 AFTER = 1.0  # seconds between a busy period and a quiet one that belong to neither
 SETTLED = 50  # changes after which what the server holds is taken for what it needs
@@ -115,8 +117,8 @@ class Site:
 
 def drive(site: Site, operator: Operator, load: Peer, count: int, seconds: float, share: float) -> Course:
     """Busy and quiet periods until there have been `count` changes or the time is over."""
-    course = Course(rate=load.ask(capacity=3.0)["rate"] * share)
-    load.ask(phase="run-up")
+    course = Course()
+    course.rate = probe(site, load) * share
     load.ask(rate=course.rate)
     operator.took.clear()
     kinds, end = itertools.cycle(KINDS), time.monotonic() + seconds
@@ -132,6 +134,17 @@ def drive(site: Site, operator: Operator, load: Peer, count: int, seconds: float
                 operator.rest()
             course.held.append((course.changes, Holding.of(site.server, site.server.pid)))
     return course
+
+
+def probe(site: Site, load: Peer) -> float:
+    """Requests a second that would fill all processors, by the CPU time that requests take on both sides."""
+    load.ask(rate=PROBE)
+    time.sleep(1.0)
+    pids = [load.pid, *procs.descendants(site.server.pid)]
+    before, began = procs.total_cpu(pids), time.perf_counter()
+    time.sleep(3.0)
+    used, took = procs.total_cpu(pids) - before, time.perf_counter() - began
+    return cpus.allowed().count * PROBE * took / used
 
 
 def change(site: Site, operator: Operator, course: Course, kind: str) -> None:
@@ -165,7 +178,7 @@ def stopped(load: Peer, course: Course) -> Iterator[None]:
 
 
 def show(report: harness.Report, course: Course, operator: Operator) -> None:
-    rows = [row for row in course.load["rows"] if row["phase"] != "capacity"]
+    rows = course.load["rows"]
     ways = list(dict.fromkeys(row["way"] for row in rows))
     report.table(
         f"requests at {course.rate:.0f}/s", ("WAY", "ANSWERED", "FAILED", "WRONG"),
@@ -199,7 +212,7 @@ def show(report: harness.Report, course: Course, operator: Operator) -> None:
 
 
 def verdict(report: harness.Report, course: Course) -> int:
-    rows = [row for row in course.load["rows"] if row["phase"] != "capacity"]
+    rows = course.load["rows"]
     answered, failed, wrong = (sum(row[key] for row in rows) for key in ("answered", "failed", "wrong"))
     connects = sum(count for row in rows for text, count in row["failures"].items() if "no connection" in text)
     times, grown = course.load["times"], course.grown()
@@ -225,7 +238,7 @@ SYSCTLS = ("net/ipv4/tcp_migrate_req", "net/ipv4/tcp_tw_reuse", "net/core/somaxc
 def main(argv: Sequence[str]) -> int:
     parser = harness.parser(__doc__ or "")
     parser.add_argument("--changes", type=int, default=0, metavar="N", help="default 1000, with --quick 20")
-    parser.add_argument("--share", type=float, default=SHARE, help="of the rate that the load could have; default 0.5")
+    parser.add_argument("--share", type=float, default=SHARE, help="of the processors to keep busy; default 0.5")
     parser.add_argument("--seconds", type=float, default=0.0, help="end after these; default 2400, with --quick 20")
     args = parser.parse_args(argv)
     report = harness.Report("reload", args)
