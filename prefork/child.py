@@ -51,19 +51,22 @@ def prctl(option: int, value: int) -> None:
 
 @dataclass(eq=False, slots=True)
 class Child:
-    """One forked process. `said` is the last thing it said, `ready_at` when it answered its warm-up, `leaving` that it
-    was told to go and `kill_at` when its time for that is over, `closed` that its end of the channel is gone."""
+    """One forked process. `row` is a worker's place on the scoreboard and `requests_before` what was counted there
+    before it came, `said` the last thing it said, `ready_at` when it answered its warm-up, `leaving` that it was told
+    to go and `kill_at` when its time for that is over, `closed` that its end of the channel is gone."""
 
     role: str
     slot: int
     generation: int
     pid: int
     channel: socket.socket
+    row: int = -1
     started: float = field(default_factory=time.monotonic)
     ready_at: float | None = None
     said: dict[str, Any] | None = None
     leaving: bool = False
     stalled: bool = False
+    requests_before: int = 0
     kill_at: float | None = None
     closed: bool = False
 

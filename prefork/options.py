@@ -117,6 +117,16 @@ def choice(*names: str) -> Kind:
     return Kind(" or ".join(names), parse, choices=names)
 
 
+def _flag(text: str) -> bool:
+    found = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    if text.lower() not in found:
+        raise ValueError
+    return found[text.lower()]
+
+
+FLAG = Kind("true or false", _flag, (bool,))
+
+
 def _path(text: str) -> Path:
     if not text or "\0" in text:
         raise ValueError

@@ -43,7 +43,7 @@ GC_THRESHOLD = 20_000  # requests make no cycles; frequent collections would onl
 
 def main(channel: socket.socket, job: WorkerJob) -> int:
     """Serve until told to leave; the exit code. Raises PreforkError when it cannot begin."""
-    job.scoreboard.slot(job.slot).begin(os.getpid(), job.generation)
+    job.scoreboard.slot(job.row).begin(os.getpid(), job.generation)
     ready = attach.make_ready(job.models, job.config, job.scratch)
     for note in ready.notes:
         job.log.for_role("worker", slot=job.slot).warning("no warm-up", reason=note)
@@ -80,15 +80,15 @@ class Worker:
         self._loop = loop
         self._job = job
         self._log = job.log.for_role("worker", slot=job.slot)
-        self._slot = job.scoreboard.slot(job.slot)
+        self._slot = job.scoreboard.slot(job.row)
         self._costs = costs
         self._channel = Channel(channel)
-        version = str(job.generation)
+        versions = {model.name: str(model.version) for model in job.models}
         words = self._slot.words
         self._scheduler = Scheduler(
             loop,
             opened.sessions,
-            version,
+            versions,
             Admission(limits.max_in_flight, limits.max_in_flight_bytes),
             costs,
             words,
@@ -97,7 +97,7 @@ class Worker:
             self._fault,
         )
         self._service = Service(
-            opened.sessions, version, limits, wire_limits, self._scheduler, words, self._fault,
+            opened.sessions, versions, limits, wire_limits, self._scheduler, words, self._fault,
             job.scoreboard.answer_rows(),
         )  # fmt: skip
         self._listening: dict[int, tuple[socket.socket, asyncio.AbstractServer | None]] = {}
@@ -150,6 +150,9 @@ class Worker:
             self._leave.set_result(how)
         elif how == "quit":
             self._quit()
+        elif how == "shutdown":  # nobody is there any more to take what a retiring worker's clients ask
+            self._service.drain()
+            self._service.changed.set()
 
     def _fault(self, error: Exception) -> None:
         self._log.crash("request failed inside the server", error)
@@ -235,15 +238,14 @@ class Worker:
 
     async def _drain(self, how: str) -> None:
         """retire: others take the sockets. shutdown: the server goes, so the queues are swept. quit: at once."""
+        end = time.monotonic() + self._job.config.server.graceful_timeout
         if how == "retire":
-            for index in list(self._listening):
-                self._deafen(index)
+            await self._retire(end)
         self._service.drain()
         if how != "retire":
             await self._sweep()
         if how == "quit":
             self._quit()
-        end = time.monotonic() + self._job.config.server.graceful_timeout
         await self._until(end, lambda: not self._scheduler.held)
         self._scheduler.close()
         await self._until(end, lambda: not self._service.unsent)
@@ -251,6 +253,20 @@ class Worker:
         for client in list(self._service.clients):
             client.stop()
         await self._until(time.monotonic() + FLUSH, lambda: not self._service.clients)
+
+    async def _retire(self, end: float) -> None:
+        """Serve the clients that have connections until they have gone elsewhere, or have been quiet for long enough to
+        have heard that they should."""
+        for index in list(self._listening):
+            self._deafen(index)
+        service = self._service
+        service.retire()
+
+        def gone() -> bool:
+            service.see_off(GOAWAY_GRACE)
+            return not service.clients or service.draining
+
+        await self._until(end, gone)
 
     def _quit(self) -> None:
         """Answer all that is in flight and let it leave; what the lane is in is not waited for."""

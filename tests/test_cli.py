@@ -56,6 +56,7 @@ def test_every_key_has_a_flag_that_reaches_it(tmp_path: Path) -> None:
         "bind": ":1",
         "metrics_bind": ":2",
         "shm": "sysv",
+        "keep_previous": "off",
         "run_in": "thread",
         "log_level": "error",
         "log_format": "json",

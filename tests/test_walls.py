@@ -21,6 +21,7 @@ BOTH_SIDES = {"channel", "jobs"}
 MASTER = {
     *LEAVES, *BOTH_SIDES, "notify", "cpus", "listener", "control", "shm",
     "child", "slots", "fleet", "nursery", "generation", "house", "status", "control_server", "workdir", "reporting",
+    "change", "turnover", "canary", "recycle", "desk", "watch", "effective",
 }  # fmt: skip
 SERVING = {"errors", "tensor", "value", "codec", "model.session", "observe", "shm.scoreboard", "shm.words", "shm.arena"}
 WORKER = {*LEAVES, *BOTH_SIDES, "attach", "shm", "serving", "codec", "value", "tensor", "model.session",
@@ -32,7 +33,8 @@ WALLS: dict[str, set[str]] = {
     "cpus": set(),
     "demo": set(),
     "channel": set(),
-    "ctlview": set(),
+    "ctlview": {"ctlchange"},
+    "ctlchange": {"errors"},
     "tensor": {"errors"},
     "value": {"errors", "tensor"},
     "control": {"errors"},
@@ -72,13 +74,29 @@ WALLS: dict[str, set[str]] = {
             "control_server",
             "workdir",
             "check",
+            "change",
+            "turnover",
+            "canary",
+            "recycle",
+            "desk",
+            "watch",
         ),
         MASTER,
     ),
     "reporting": MASTER,
     "cli": {"errors", "options", "config", "layers", "effective", "check", "ahead", "reportview", "master"},
     "__main__": {"cli"},
-    "ctl": {"errors", "layers", "control", "ctlview", "ctlinfer", "reportview", "shm.sweep", "shm.segment"},
+    "ctl": {
+        "errors",
+        "layers",
+        "control",
+        "ctlview",
+        "ctlchange",
+        "ctlinfer",
+        "reportview",
+        "shm.sweep",
+        "shm.segment",
+    },
     "ctlinfer": {"errors", "tensor", "value", "client", "codec.message"},
 }
 # What of others' a room may never import, also inside a function.
