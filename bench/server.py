@@ -39,6 +39,7 @@ class Server:
         self.work.mkdir(exist_ok=True)
         self.args = args
         self.env = env or {}
+        self.fds: tuple[int, ...] = ()  # descriptors that the process inherits
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
@@ -59,7 +60,9 @@ class Server:
         env = {key: value for key, value in os.environ.items() if not key.startswith("PREFORK_")}
         env |= {"NOTIFY_SOCKET": notify, "PYTHONPATH": str(REPOSITORY), **self.env}
         with (self.place / "stderr").open("ab") as stderr:
-            self.process = subprocess.Popen(self.command, env=env, stdin=subprocess.DEVNULL, stderr=stderr)
+            self.process = subprocess.Popen(
+                self.command, env=env, stdin=subprocess.DEVNULL, stderr=stderr, pass_fds=self.fds
+            )
         return self.process
 
     def start(self) -> Server:

@@ -66,6 +66,8 @@ def _prepare(
         loader.kill(signal.SIGKILL)
         os.waitpid(loader.pid, 0)
         raise
+    finally:
+        log.erase()
     said = _last_word(loader)
     code = os.waitstatus_to_exitcode(status)
     if code != 0:

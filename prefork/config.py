@@ -21,6 +21,7 @@ from prefork.options import (
     METRIC,
     NAME,
     OPTIONAL_BIND,
+    OPTIONAL_CLASS,
     OPTIONAL_PATH,
     PATH,
     Key,
@@ -222,6 +223,10 @@ class ModelConfig:
     # A start that waits longer looks hung; what was chosen is kept in cache_dir.
     quantize_seconds: float = field(
         default=120.0, metadata=key(seconds(0, DAY), "time after which auto begins no further candidate", "SECONDS")
+    )
+    # Most models need no code of their own; what is named here is imported and run.
+    handler: str = field(
+        default="", metadata=key(OPTIONAL_CLASS, "class that may yield calibration batches", "MODULE:CLASS")
     )
     # Zeros of the model's own shapes do for most models; ids or lengths that must be sensible need real inputs.
     warmup: Path | None = field(

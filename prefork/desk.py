@@ -37,11 +37,12 @@ class Server(Protocol):
 class Desk:
     """`answer` is the only door. Raises PreforkError for what cannot be done."""
 
-    def __init__(self, server: Server, config: Config, fleet: Fleet, turnover: Turnover) -> None:
+    def __init__(self, server: Server, config: Config, fleet: Fleet, turnover: Turnover, unix_path: str | None) -> None:
         self._server = server
         self._config = config
         self._fleet = fleet
         self._turnover = turnover
+        self._unix_path = unix_path
         self._commands: dict[str, Callable[[Request], dict[str, Any]]] = {
             "status": self._status,
             "segments": lambda _: {"segments": [status.segment_row(info) for info in sweep.list_segments()]},
@@ -70,7 +71,7 @@ class Desk:
         state, turnover, fleet = self._server.state, self._turnover, self._fleet
         serving, bind = turnover.serving, [] if state == "stopping" else [fleet.address]
         return {
-            **status.server(self._config, state, fleet.restarts, bind),
+            **status.server(self._config, state, fleet.restarts, bind, self._unix_path),
             "generation": serving.number if serving else None,
             "workers": [status.worker_row(slot, fleet.board) for slot in fleet.slots],
             "leaving": [status.leaving_row(child) for child in fleet.replaced],

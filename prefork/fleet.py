@@ -12,8 +12,8 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 
+from prefork import activation, listener, slots, status
 from prefork import child as children
-from prefork import listener, slots, status
 from prefork.child import Child
 from prefork.config import Config
 from prefork.errors import ConfigError, FailedPrecondition, InvalidArgument, PreforkError, ResourceExhausted
@@ -39,8 +39,12 @@ class Fleet:
     """Doors: `open_template`, `serve`, `replace`, `tend`, `ready`, `left`, `asks_to_leave`, `look`, `scale_to`, `stop`,
     `close`. `lost`: told of each worker that dies coming up or young."""
 
-    def __init__(self, config: Config, log: Logger, work: WorkDir, add: Callable[[Child], None], count: int) -> None:
-        """Opens the sockets of `count` slots. `add` takes a new child into the master's loop. Raises ConfigError."""
+    def __init__(
+        self, config: Config, log: Logger, work: WorkDir, add: Callable[[Child], None], count: int,
+        given: activation.Given,
+    ) -> None:  # fmt: skip
+        """Opens the sockets of `count` slots, unless `given` has some. `add` takes a new child into the master's loop.
+        Raises ConfigError."""
         self._config = config
         self._log = log
         self._work = work
@@ -54,10 +58,13 @@ class Fleet:
         self.generations: dict[int, Generation] = {}  # those that have workers, or may get some
         self.replaced: set[Child] = set()  # workers whose successor has their slot already
         self.lost: Callable[[Child, str], None] = lambda child, reason: None
-        sockets = listener.open_tcp(config.server.bind, count, config.server.backlog)
-        self.slots = [Slot(index, sock) for index, sock in enumerate(sockets)]
+        sockets, whence = activation.slot_sockets(given, config.server.bind, count, config.server.backlog)
+        self.slots = [Slot(index, sock, wanted=index < count) for index, sock in enumerate(sockets)]
         self.address = listener.name_of(sockets[0])
         self.unix: socket.socket | None = None
+        self._kept = given.kept
+        if given:
+            log.info("sockets of the service manager", address=self.address, slots=whence)
 
     def open_template(self, generation: Generation) -> None:
         """Workers of this generation are forked from a template, which imports what it needs while models load."""
@@ -305,7 +312,7 @@ class Fleet:
 
     def _dismiss(self, child: Child, now: float, command: str = "retire") -> None:
         child.leaving = True
-        told = child.send({"command": command})
+        told = child.send({"command": command, "kept": self._kept})
         child.kill_at = now + self._config.server.graceful_timeout + KILL_MARGIN if told else now
 
     # scaling and the end
@@ -317,7 +324,7 @@ class Fleet:
         fresh: list[socket.socket] = []
         try:
             while len(self.slots) + len(fresh) < count:
-                fresh.append(listener.grow_tcp(self.slots[0].listener, self._config.server.backlog))
+                fresh.append(listener.grow(self.slots[0].listener, self._config.server.backlog)[0])
         except ConfigError as e:
             for sock in fresh:
                 sock.close()

@@ -138,6 +138,7 @@ class Generation:
 
     def loader_left(self, loader: Child, status: int) -> None:
         """The loader is reaped. Nothing is lost when it published; else its reason is kept."""
+        self._log.erase()
         self._work.drop(f"g{self.number}-{loader.slot}")
         if self.state != "loading" or loader.slot < len(self.stored):
             return

@@ -37,10 +37,10 @@ from prefork.errors import ConfigError, FailedPrecondition, PreforkError
 from prefork.fleet import Fleet
 from prefork.generation import Generation, Stored
 from prefork.house import House
-from prefork.jobs import CachePlace, LoadedModel
+from prefork.jobs import CachePlace
 from prefork.log import Logger, setup
-from prefork.notify import Notifier
 from prefork.reporting import Reporting
+from prefork.supervisor import Supervisor
 from prefork.turnover import Turnover
 from prefork.watch import Watch
 
@@ -68,14 +68,12 @@ class Master:
         self._reread = reread
         self._reload_asked = False
         self._watch = Watch(config.server.watch)
-        self._told = ""
         self._log = log
         self._state: State = "loading"
         self._error: PreforkError | None = None
         self._children: dict[int, Child] = {}
         self._unborn: set[Child] = set()  # asked of the template, pid not known yet
         self._next_look = time.monotonic()
-        self._notify = Notifier(os.environ)
         self._selector = selectors.DefaultSelector()
         self._signals: deque[int] = deque()
         self._wake, self._wake_in = socket.socketpair()
@@ -106,17 +104,18 @@ class Master:
         allowed = cpus.allowed()
         count = config.workers or allowed.count
         assert house.work is not None
-        self._fleet = Fleet(self._config, self._log, house.work, self._add, count)
+        self._fleet = Fleet(self._config, self._log, house.work, self._add, count, house.given)
         stack.callback(self._fleet.close)
         self._fleet.unix = house.unix
         self._reporting = Reporting(self._config, self._log, self._fleet.board)
         stack.callback(self._reporting.close)
         self._turnover = Turnover(self._config, self._log, self._fleet, self._reporting, self._make, self._add)
         stack.callback(self._turnover.close)
-        desk = Desk(self, self._config, self._fleet, self._turnover)
+        self._supervisor = Supervisor(self._config, self._log, self._selector, self._fleet, self._turnover)
+        desk = Desk(self, self._config, self._fleet, self._turnover, house.unix_path)
         self._control = ControlServer(house.control, self._selector, desk.answer)
         self._log.info(
-            "starting", workers=count, cpus=allowed.reason, bind=self._fleet.address, unix=config.unix,
+            "starting", workers=count, cpus=allowed.reason, bind=self._fleet.address, unix=house.unix_path,
             runtime_dir=config.runtime_dir, metrics=self._reporting.bind,
         )  # fmt: skip
         self._watch.look(self._config.models, time.monotonic())
@@ -191,6 +190,7 @@ class Master:
         serving = self._turnover.serving
         number = serving.number if serving is not None else 1
         self._reporting.write(self._state, number, self._fleet.slots, self._fleet.rows.high)
+        self._supervisor.turn(now, self._state, self._children.values(), reload_waits=self._reload_asked)
         if self._state == "stopping":
             self._reporting.dismiss(self._children.values(), now)
         elif child := self._reporting.serve(now):
@@ -206,7 +206,7 @@ class Master:
             self._log.crash("the master goes on after a fault", e)
 
     def _patience(self) -> float:
-        moments = [self._next_look]
+        moments = [self._next_look, self._supervisor.due]
         if self._state in ("starting", "ready") and (moment := self._fleet.next_due()) is not None:
             moments.append(moment)
         return max(0.0, min(moments) - time.monotonic())
@@ -232,6 +232,7 @@ class Master:
                     child.send({"command": "reopen"})
             case signal.SIGHUP:
                 self._reload_asked = True
+                self._supervisor.reloading()
             case signal.SIGUSR2:
                 self._log.warning("signal is not supported yet, nothing changes", signal=number.name)
 
@@ -307,19 +308,12 @@ class Master:
             self._fail(turnover.error)
         elif turnover.serving is not None:
             self._state = "starting"
-            self._notify.status("starting workers")
-        elif turnover.loading != self._told:
-            self._told = turnover.loading
-            self._notify.status(f"loading {self._told}")
 
     def _ready(self) -> None:
         server = self._config.server
         self._state = "ready"
-        self._log.info("READY", bind=self._fleet.address, unix=server.unix, control=server.control)
-        self._notify.ready(f"serving {', '.join(model.name for model in self._served())}")
-
-    def _served(self) -> Sequence[LoadedModel]:
-        return self._turnover.serving.models if self._turnover.serving is not None else ()
+        self._log.info("READY", bind=self._fleet.address, unix=self._house.unix_path, control=server.control)
+        self._supervisor.ready()
 
     def _fail(self, error: PreforkError) -> None:
         self._error = error
@@ -350,7 +344,7 @@ class Master:
             return
         self._log.info("stopping", why=why, quick=quick)
         self._state = "stopping"
-        self._notify.stopping()
+        self._supervisor.stopping(quick=quick)
         self._house.unlink_public()
         self._turnover.stop()
         self._fleet.stop(time.monotonic(), quick=quick, again=again)

@@ -29,15 +29,15 @@ def boot_error(who: str, reason: str, exit_code: int) -> BootError:
     return BootError(f"{who} does not come up: {reason}", exit_code)
 
 
-def server(config: Config, state: str, restarts: int, bind: list[str]) -> dict[str, Any]:
-    """Identity and state of the master."""
+def server(config: Config, state: str, restarts: int, bind: list[str], unix: str | None) -> dict[str, Any]:
+    """Identity and state of the master. `unix`: the path of the Unix socket."""
     return {
         "pid": os.getpid(),
         "version": prefork.__version__,
         "state": state,
         "restarts": restarts,
         "bind": bind,
-        "unix": str(config.server.unix) if config.server.unix else None,
+        "unix": unix,
         "shm": config.server.shm,
         "pss_bytes": pss(os.getpid()),
     }

@@ -102,6 +102,7 @@ class Worker:
         )  # fmt: skip
         self._listening: dict[int, tuple[socket.socket, asyncio.AbstractServer | None]] = {}
         self._leave: asyncio.Future[str] = loop.create_future()
+        self._kept: list[str] = []  # queues that a service manager keeps when the server goes
         self._ticks = 0
         self._progress = (0, 0)
         self._end = math.inf  # when to stop waiting for anybody
@@ -141,6 +142,7 @@ class Worker:
                 case "reopen":
                     self._log.reopen()
                 case "retire" | "shutdown" | "quit" as how:
+                    self._kept = str(message.get("kept", "")).split(",")
                     self._ask(how)
         if self._channel.closed:  # the master is dead, and PR_SET_PDEATHSIG is about to say so
             os._exit(0)
@@ -179,7 +181,9 @@ class Worker:
         dup = sock.dup()  # the loop closes what it is given; the sweep at the end needs one more
         server: asyncio.AbstractServer
         if sock.family == socket.AF_UNIX:
-            server = await self._loop.create_unix_server(make, sock=dup, backlog=backlog)
+            # from Python 3.13 on the loop would unlink the path with the first worker that leaves
+            kept: dict[str, Any] = {"cleanup_socket": False}
+            server = await self._loop.create_unix_server(make, sock=dup, backlog=backlog, **kept)
         else:
             server = await self._loop.create_server(make, sock=dup, backlog=backlog)
         if self._listening.get(index) == (sock, None):
@@ -237,7 +241,11 @@ class Worker:
     # the end
 
     async def _drain(self, how: str) -> None:
-        """retire: others take the sockets. shutdown: the server goes, so the queues are swept. quit: at once."""
+        """retire: others take the sockets. shutdown: the server goes, so the queues are swept, unless a service manager
+        keeps them for the next one. quit: at once."""
+        for index in list(self._listening):
+            if how == "retire" or ("unix" if index == UNIX else "slots") in self._kept:
+                self._deafen(index)
         end = time.monotonic() + self._job.config.server.graceful_timeout
         if how == "retire":
             await self._retire(end)
@@ -257,8 +265,6 @@ class Worker:
     async def _retire(self, end: float) -> None:
         """Serve the clients that have connections until they have gone elsewhere, or have been quiet for long enough to
         have heard that they should."""
-        for index in list(self._listening):
-            self._deafen(index)
         service = self._service
         service.retire()
 
