@@ -187,7 +187,7 @@ class Fleet:
         slot = self.slots[child.slot]
         self.board.slot(child.row).end()
         self.rows.give(child.row)
-        how = children.describe_exit(code)
+        how = child.how(code)
         said = child.said if child.said and child.said.get("event") == "failed" else None
         reason = str(said["message"]) if said else how
         if child is not slot.child:
@@ -203,7 +203,7 @@ class Fleet:
         if young and slot.wanted and not stopping and not child.leaving:
             self.lost(child, reason)
         if not self.up and not stopping and (said or slot.failures >= BOOT_TRIES):
-            return status.boot_error(f"worker of slot {slot.index}", reason, os.waitstatus_to_exitcode(code))
+            return status.boot_error(f"worker of slot {slot.index}", reason, child.code(code))
         return None
 
     def _other_left(self, slot: Slot, child: Child, how: str, reason: str, now: float) -> None:

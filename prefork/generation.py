@@ -15,7 +15,6 @@ Runs in the master; the other side is loader.py. States:
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -119,8 +118,9 @@ class Generation:
 
     def _spawn(self, model: ModelConfig, place: Path) -> Child:
         job = LoaderJob(self._log, model, self._kind, self._owner, self.number, place, cache=self._cache)
-        self._log.info("loading", model=model.name, path=model.path, quantize=model.quantize)
-        return children.spawn("loader", len(self.stored), self.number, job, {self._log.fd})
+        loader = children.spawn("loader", len(self.stored), self.number, job, {self._log.fd})
+        self._log.info("loading", model=model.name, path=model.path, quantize=model.quantize, pid=loader.pid)
+        return loader
 
     def published(self, loader: Child, said: dict[str, Any]) -> None:
         """The loader has published: hold the segment before the loader lets go of it, and say so."""
@@ -143,9 +143,8 @@ class Generation:
         if self.state != "loading" or loader.slot < len(self.stored):
             return
         said = loader.said or {}
-        code = os.waitstatus_to_exitcode(status)
-        reason = said.get("message") or f"the loader left: {children.describe_exit(status)}"
-        self._give_up(self.wanted[loader.slot], reason, code if code > 0 else children.CRASH)
+        reason = said.get("message") or f"the loader left: {loader.how(status)}"
+        self._give_up(self.wanted[loader.slot], reason, loader.code(status))
 
     def _give_up(self, model: ModelConfig, reason: str, exit_code: int) -> None:
         self.state = "failed"

@@ -27,7 +27,7 @@ from contextlib import ExitStack, suppress
 from typing import Any, Literal
 
 from prefork import child as children
-from prefork import cpus, effective
+from prefork import cpus, effective, preflight
 from prefork.change import Change
 from prefork.child import Child
 from prefork.config import Config, ModelConfig
@@ -39,6 +39,7 @@ from prefork.generation import Generation, Stored
 from prefork.house import House
 from prefork.jobs import CachePlace
 from prefork.log import Logger, setup
+from prefork.oom import OomWatch
 from prefork.reporting import Reporting
 from prefork.supervisor import Supervisor
 from prefork.turnover import Turnover
@@ -64,7 +65,7 @@ class Master:
     """`run` is the only door; everything else is called by its loop, the public rest by the desk in it."""
 
     def __init__(self, config: Config, log: Logger, reread: Callable[[], Config]) -> None:
-        self._config = config
+        self._asked, self._config = config, preflight.prepare(config, log)
         self._reread = reread
         self._reload_asked = False
         self._watch = Watch(config.server.watch)
@@ -74,6 +75,7 @@ class Master:
         self._children: dict[int, Child] = {}
         self._unborn: set[Child] = set()  # asked of the template, pid not known yet
         self._next_look = time.monotonic()
+        self._oom = OomWatch()
         self._selector = selectors.DefaultSelector()
         self._signals: deque[int] = deque()
         self._wake, self._wake_in = socket.socketpair()
@@ -170,6 +172,7 @@ class Master:
             # a master that was frozen itself gives its workers a second to tick
             if now - self._next_look < LOOK:
                 self._survive(lambda: self._look(now))
+            self._oom.look(now)
             self._control.expire(now)
             self._next_look = now + LOOK
             for child in self._children.values():
@@ -239,7 +242,7 @@ class Master:
     def _reap(self, now: float) -> None:
         while True:
             try:
-                pid, code = os.waitpid(-1, os.WNOHANG)
+                pid, code, usage = os.wait4(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:
@@ -253,6 +256,7 @@ class Master:
                 if not child.closed:  # a grandchild holds the other end
                     self._selector.unregister(child.channel)
                 child.channel.close()
+                self._oom.judge(child, code, now, usage.ru_maxrss * 1024)
                 self._left(child, code, now)
 
     def _left(self, child: Child, code: int, now: float) -> None:
@@ -332,6 +336,8 @@ class Master:
         """Raises InvalidArgument, FailedPrecondition or ResourceExhausted."""
         if self._state == "stopping":
             raise FailedPrecondition("the server is stopping")
+        if count > len(self._fleet.slots):
+            preflight.grow(self._config, count)
         self._fleet.scale_to(count, time.monotonic())
 
     def stop(self, why: str) -> None:
@@ -364,6 +370,6 @@ class Master:
         if self._state != "ready":
             raise FailedPrecondition(f"reload: the server is {self._state}, expected ready")
         found = self._reread()
-        if ignored := effective.differing(self._config, found):
+        if ignored := effective.differing(self._asked, found):
             self._log.warning("changed but read at a start only", keys=", ".join(ignored))
         return self._turnover.reload(found.models, names, share, hold)

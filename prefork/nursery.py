@@ -122,7 +122,7 @@ class Nursery:
         if self.state != "unfit" and not child.leaving:
             self.state = "dead"
             self._failures += 1
-            self.reason = str(said["message"]) if said else children.describe_exit(code)
+            self.reason = str(said["message"]) if said else child.how(code)
             self.retry_at = now + max(1.0, slots.delay(self._failures))
             self._log.warning("template died", pid=child.pid, reason=self.reason)
         return None

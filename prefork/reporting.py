@@ -63,10 +63,12 @@ class Reporting:
         if only:
             self._page.keep(model.name for model in served)
 
-    def restarted(self, child: Child, status: int, *, stalled: bool = False, oom: bool = False) -> None:
+    def restarted(self, child: Child, status: int, *, stalled: bool = False) -> None:
         """A worker is gone and will be replaced. `status`: as waitpid(2) gave it."""
         self._page.restarted(
-            restart_reason(status, ready=child.ready_at is not None, asked=child.leaving, stalled=stalled, oom=oom)
+            restart_reason(
+                status, ready=child.ready_at is not None, asked=child.leaving, stalled=stalled, oom=bool(child.oom)
+            )
         )
 
     def serve(self, now: float) -> Child | None:
@@ -90,7 +92,7 @@ class Reporting:
             self._failures = 0
         self._again(now)
         reason = child.said.get("message") if child.said else None
-        self._log.warning("telemetry died", pid=child.pid, how=children.describe_exit(status), reason=reason)
+        self._log.warning("telemetry died", pid=child.pid, how=child.how(status), reason=reason)
 
     def dismiss(self, left: Iterable[Child], now: float) -> None:
         """The server stops: the process tells so until it is the last of the children `left`."""

@@ -8,6 +8,7 @@ It leaves on the master's word, on SIGTERM, or with the master.
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import math
 import os
@@ -65,6 +66,15 @@ def run(channel: socket.socket, job: WorkerJob, ready: attach.Ready) -> int:
     return loop.run_until_complete(Worker(loop, channel, job, ready).serve())
 
 
+def descriptor_left() -> bool:
+    """Whether one more file can be opened, by this process (RLIMIT_NOFILE) and on this machine (fs.file-max)."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as e:
+        return e.errno not in (errno.EMFILE, errno.ENFILE)
+    return True
+
+
 class Worker:
     """The life of the process on its loop; `serve` is the only door."""
 
@@ -105,6 +115,7 @@ class Worker:
         self._kept: list[str] = []  # queues that a service manager keeps when the server goes
         self._ticks = 0
         self._progress = (0, 0)
+        self._resting = False  # no descriptor is left, so nobody listens
         self._end = math.inf  # when to stop waiting for anybody
 
     async def serve(self) -> int:
@@ -198,6 +209,23 @@ class Worker:
                 server.close()
             sock.close()
 
+    def _rest(self) -> None:
+        """Listen only while a descriptor is left: without, libuv accepts to hang up, or turns in vain. Who waits in the
+        kernel's queue is served as soon as others have left."""
+        if self._resting is not descriptor_left():
+            return
+        self._resting = not self._resting
+        for index, (sock, server) in list(self._listening.items()):
+            if self._resting and server is not None:
+                server.close()
+                self._listening[index] = (sock, None)
+            elif not self._resting and server is None:
+                self._loop.create_task(self._listen(index, sock))
+        if self._resting:
+            self._log.warning("no descriptor is left, not listening", connections=len(self._service.clients))
+        else:
+            self._log.info("listening again")
+
     async def _sweep(self) -> None:
         """Take the connections that still wait in the queues, to tell them that the server goes."""
         make = rpc.factory(self._service, self._loop)
@@ -223,6 +251,7 @@ class Worker:
         self._progress = progress
         self._count()
         self._service.now = time.monotonic()
+        self._rest()
         self._ticks += 1
         if self._ticks % AGE_TICKS == 0:
             self._service.look()

@@ -23,6 +23,7 @@ MASTER = {
     "child", "slots", "fleet", "nursery", "generation", "house", "status", "control_server", "workdir", "reporting",
     "change", "turnover", "canary", "recycle", "desk", "watch", "effective",
     "activation", "herald", "watchdog", "supervisor",
+    "preflight", "oom",
 }  # fmt: skip
 SERVING = {"errors", "tensor", "value", "codec", "model.session", "observe", "shm.scoreboard", "shm.words", "shm.arena"}
 WORKER = {*LEAVES, *BOTH_SIDES, "attach", "shm", "serving", "codec", "value", "tensor", "model.session",
@@ -32,6 +33,11 @@ WALLS: dict[str, set[str]] = {
     "log": set(),
     "notify": set(),
     "cpus": set(),
+    "cgroups": set(),
+    "facts": {"cgroups", "shm"},
+    "needs": {"config", "cpus"},
+    "preflight": {"errors", "config", "log", "facts", "needs"},
+    "oom": {"child", "cgroups", "facts"},
     "demo": set(),
     "channel": set(),
     "ctlview": {"ctlchange"},

@@ -16,7 +16,7 @@ from prefork.client import Client
 from prefork.errors import Code, Unavailable
 from tests.roles.models import FOR_EVER, rounds, slow
 from tests.roles.server import REPOSITORY, Server
-from tests.roles.watch import LogWatch, children_of, until, until_row, wait_gone
+from tests.roles.watch import LogWatch, until, until_row, wait_gone
 from tests.roles.wire import IMAGE, Wire, digits, infer, live
 
 
@@ -87,8 +87,7 @@ def test_quit_cuts_a_graceful_stop_short(place: Path) -> None:
 def test_term_while_a_model_loads(place: Path) -> None:
     with LogWatch(server := Server(place, "--workers", "1")) as log:
         server.launch()
-        log.wait("loading")
-        (loader,) = until(server, lambda: children_of(server.pid), "a loader")
+        loader = log.wait("loading")["pid"]
         os.kill(loader, signal.SIGSTOP)
         assert server.status()["state"] == "loading" and server.status()["loading"] == "digits"
         assert server.stop() == 0
