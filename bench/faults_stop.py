@@ -56,7 +56,7 @@ def _kill_master(place: Path, kind: str, phase: str, slow: Path) -> list[str]:
         os.kill(server.pid, signal.SIGKILL)
         assert server.process is not None
         server.process.wait()
-        problems = [f"process {pid} lives on" for pid in _living(fds)]
+        problems = [f"process {pid} lives on" for pid in living(fds)]
     old = server.pid
     server = Server(place, "--shm", kind, "--workers", "1")
     with server:
@@ -68,7 +68,7 @@ def _kill_master(place: Path, kind: str, phase: str, slow: Path) -> list[str]:
     return problems + [f"left of the old one: {name}" for name in left]
 
 
-def _living(fds: dict[int, int]) -> list[int]:
+def living(fds: dict[int, int]) -> list[int]:
     """Those of the processes behind the pidfds that have not ended within GONE seconds."""
     end = time.monotonic() + GONE
     poll = select.poll()

@@ -131,9 +131,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"q1": low, "median": middle, "q3": high}
 
 
-def run(main: Any, argv: Sequence[str]) -> NoReturn:
+def run(main: Any, argv: Sequence[str], most: int = FULL_SECONDS) -> NoReturn:
     """Call a bench's main under its time limit, and leave with its code."""
-    seconds = QUICK_SECONDS if "--quick" in argv else FULL_SECONDS
+    seconds = QUICK_SECONDS if "--quick" in argv else most
     try:
         with limit(seconds):
             code = main(argv)

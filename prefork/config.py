@@ -72,6 +72,11 @@ class ServerConfig:
     shm: Literal["posix", "sysv"] = field(
         default="posix", metadata=key(choice("posix", "sysv"), "kind of shared memory segment", "KIND")
     )
+    # A worker forked from a process that has the models open is ready in milliseconds and shares what opening cost.
+    template: Literal["auto", "off"] = field(
+        default="auto",
+        metadata=key(choice("auto", "off"), "workers forked from open models, or each opening its own", "WHEN"),
+    )
     # A burst waits here for its worker; the kernel caps it at net.core.somaxconn (4096 by default).
     backlog: int = field(default=1024, metadata=key(whole(1, 65535), "queue of each listening socket, connections"))
     # As long as a request may take by default, and what service managers commonly wait before they kill.

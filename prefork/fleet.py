@@ -73,7 +73,9 @@ class Fleet:
             self._log, self._config, generation.number, generation.models, self.board, self._work.path, os.getpid(),
             places=self._places, complete=generation.state == "loaded",
         )  # fmt: skip
-        if self._config.compute.threads > 1:
+        if self._config.server.template == "off":
+            generation.nursery.forgo("template is off")
+        elif self._config.compute.threads > 1:
             generation.nursery.forgo(f"runs use {self._config.compute.threads} threads each, which no fork survives")
         elif template := generation.nursery.open(job):
             self._add(template)

@@ -33,10 +33,13 @@ if TYPE_CHECKING:
 
 # As long as the largest search may take in another process that prepares the same model.
 PATIENCE = 1800.0
+LOWEST = 19  # nice(2)
 
 
 def main(channel: socket.socket, job: LoaderJob) -> int:
     """Do what the job's purpose says; the exit code. Raises PreforkError with the reason when that cannot be."""
+    if job.generation > 1:  # a reload: what prepares must not take the processor from those who serve meanwhile
+        os.nice(LOWEST)
     log = job.log.for_role("loader", model=job.model.name)
     os.environ["TMPDIR"] = str(job.work_dir)  # libraries that make scratch files make them where they are swept
     if job.model.handler or ":" in job.model.metric:

@@ -87,29 +87,36 @@ def _await_models(line: Channel) -> tuple[LoadedModel, ...]:
 
 
 def prove(ready: attach.Ready) -> None:
-    """One forked child must answer every warm-up as this process did. Raises Unfit with the reason."""
+    """One forked child must answer every warm-up as this process did. It also measures the hand-off to a thread, for
+    all workers, since this process must start none. Raises Unfit with the reason."""
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:
         raise Unfit(f"the process has {threads} threads after opening the models")
+    told, tell = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _prove_in_child(ready)
+        _prove_in_child(ready, tell)
+    os.close(tell)
     fd = os.pidfd_open(pid)
     try:
         if not select.select([fd], [], [], PROOF_SECONDS)[0]:
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
+        said = os.read(told, 64)
     finally:
         os.close(fd)
+        os.close(told)
     if status != 0:
         raise Unfit(f"a forked child could not answer the warm-up (wait status {status})")
+    ready.costs.set_hand_off(float(said))
 
 
-def _prove_in_child(ready: attach.Ready) -> NoReturn:
+def _prove_in_child(ready: attach.Ready, tell: int) -> NoReturn:
     code = 1
     try:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it may hang, and a killed template waits for nobody
         warmed = [session.warm() for session in ready.opened.sessions.values()]
+        os.write(tell, repr(worker.hand_off()).encode())
         code = int(any(warm is not None and warm.matches is False for warm in warmed))
     finally:
         os._exit(code)

@@ -55,6 +55,12 @@ def main(channel: socket.socket, job: WorkerJob) -> int:
     return run(channel, job, ready)
 
 
+def hand_off() -> float:
+    """Seconds of an empty round trip through a compute thread, measured in a process that serves nothing."""
+    loop = uvloop.new_event_loop()
+    return float(loop.run_until_complete(measure_hand_off(loop)))
+
+
 def run(channel: socket.socket, job: WorkerJob, ready: attach.Ready) -> int:
     """Serve models that are open and warm, until told to leave; the exit code. The slot of the scoreboard is begun."""
     if reason := placement.settle(job.places, job.slot):
@@ -123,7 +129,8 @@ class Worker:
 
     async def serve(self) -> int:
         """Listen, say READY, serve, drain."""
-        self._costs.set_hand_off(await measure_hand_off(self._loop))
+        if not self._costs.inline_below:  # a fork has it from its template, which measured it in another fork
+            self._costs.set_hand_off(await measure_hand_off(self._loop))
         # the master knows where our queue goes, and tells us to go when it has gone there
         self._loop.add_signal_handler(signal.SIGTERM, self._channel.send, {"event": "leaving"})
         self._loop.set_exception_handler(self._loop_fault)

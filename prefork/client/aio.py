@@ -16,8 +16,9 @@ from typing import Self
 
 from prefork.client import calls
 from prefork.client.address import Address
+from prefork.client.connection import Leaving
 from prefork.client.pool import Need, Pool
-from prefork.client.retry import Attempts, earliest, timeout_ms
+from prefork.client.retry import ELSEWHERE, Attempts, earliest, timeout_ms
 from prefork.client.stream import Stream
 from prefork.codec.frame import Frame
 from prefork.codec.message import InferReply, Kind, Message, ModelMetadata, ModelRequest, Ready, ServerMetadata
@@ -150,13 +151,19 @@ class AsyncClient:
             self.retried += 1
 
     async def _attempt(self, kind: Kind, body: bytes, deadline: float | None) -> Frame:
-        stream = await self._lease(deadline)
-        try:
-            return await stream.call(kind, body, deadline)
-        finally:
-            if self._pool.release(stream):
-                stream.drop()
-            self._wake(1)
+        tried = 0
+        while True:
+            stream = await self._lease(deadline)
+            try:
+                return await stream.call(kind, body, deadline)
+            except Leaving:  # its worker had said so before we asked; a connection may even begin with that word
+                tried += 1
+                if tried == ELSEWHERE:
+                    raise
+            finally:
+                if self._pool.release(stream):
+                    stream.drop()
+                self._wake(1)
 
     async def _lease(self, deadline: float | None) -> Stream:
         while True:

@@ -13,9 +13,10 @@ from typing import Self
 
 from prefork.client import calls
 from prefork.client.address import Address
+from prefork.client.connection import Leaving
 from prefork.client.link import Link
 from prefork.client.pool import Need, Pool
-from prefork.client.retry import Attempts, earliest, timeout_ms
+from prefork.client.retry import ELSEWHERE, Attempts, earliest, timeout_ms
 from prefork.codec.frame import Frame
 from prefork.codec.message import InferReply, Kind, Message, ModelMetadata, ModelRequest, Ready, ServerMetadata
 from prefork.errors import DeadlineExceeded, FailedPrecondition, PreforkError, Unavailable
@@ -155,11 +156,17 @@ class Client:
                 self.retried += 1
 
     def _attempt(self, kind: Kind, body: bytes, deadline: float | None) -> Frame:
-        link = self._lease(deadline)
-        try:
-            return link.call(kind, body, deadline)
-        finally:
-            self._release(link)
+        tried = 0
+        while True:
+            link = self._lease(deadline)
+            try:
+                return link.call(kind, body, deadline)
+            except Leaving:  # another thread has heard it since we looked
+                tried += 1
+                if tried == ELSEWHERE:
+                    raise
+            finally:
+                self._release(link)
 
     def _lease(self, deadline: float | None) -> Link:
         while (link := self._take(deadline)) is not None:

@@ -45,6 +45,10 @@ class State(Enum):
     CLOSED = "closed"
 
 
+class Leaving(Unavailable):
+    """Nothing was sent: another connection may be asked at once, which is no repetition."""
+
+
 class Connection(Generic[T]):
     """`T` is what the owner waits on (a call, a future); outcomes come back paired with it."""
 
@@ -71,9 +75,9 @@ class Connection(Generic[T]):
         return self._reader.partial is not None
 
     def request(self, kind: Kind, body: Buffer, timeout_ms: int, waiter: T) -> tuple[int, list[Buffer]]:
-        """The new request's id, and the bytes to send for it. Raises Unavailable when the connection takes none."""
+        """The new request's id, and the bytes to send for it. Raises Leaving when the connection takes none."""
         if self.state is not State.OPEN:
-            raise Unavailable(f"{self.peer}: the connection is {self.state.value} and takes no new request")
+            raise Leaving(f"{self.peer}: the connection is {self.state.value} and takes no new request")
         if len(body) > MAX_BODY:
             raise InvalidArgument(f"the request has {len(body)} bytes, a frame holds at most {MAX_BODY}")
         self._last_id = request_id = self._last_id + 1

@@ -3,6 +3,7 @@
 | what happened | sent again |
 |---|---|
 | no connection, or it broke before the whole request was sent | yes: it cannot have been run |
+| the connection was leaving already, so nothing was sent | at once, on another one, also with no `retries` |
 | the server refused, UNAVAILABLE or RESOURCE_EXHAUSTED with `retryable` | yes, after its `retry_after_ms` |
 | the connection was lost while the request was pending | only when the request is idempotent |
 | any other error, and every deadline | no |
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from prefork.codec.frame import MAX_TIMEOUT_MS
 from prefork.errors import DeadlineExceeded, PreforkError, ResourceExhausted, Unavailable
 
+ELSEWHERE = 4  # connections in turn that may turn out to be leaving before the request is sent; no retry is counted
 FIRST_WAIT = 0.05  # seconds: a replaced worker takes about that long to be ready
 LONGEST_WAIT = 2.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefork.client.connection import Connection, State
+from prefork.client.connection import Connection, Leaving, State
 from prefork.codec import msgpack
 from prefork.codec.frame import Frame, FrameReader, encode_frame
 from prefork.codec.message import Codec, ErrorReply, Kind
@@ -74,7 +74,7 @@ def test_no_request_after_the_end(state: State) -> None:
         connection.receive(encode_frame(Kind.GOAWAY, 0, 0))
     else:
         connection.lost("gone")
-    with pytest.raises(Unavailable, match=f"the connection is {state.value}") as caught:
+    with pytest.raises(Leaving, match=f"the connection is {state.value}") as caught:
         ask(connection, "a")
     assert not caught.value.maybe_executed
 

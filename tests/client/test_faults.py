@@ -318,6 +318,20 @@ def test_goaway_finishes_and_moves(caller: Any, peer: Peer) -> None:
         old.frame()
 
 
+def test_a_connection_that_begins_with_goaway_costs_no_request(caller: Any, peer: Peer) -> None:
+    client = caller.client(peer.address, pool_size=1, retries=0)
+    call = caller.submit(client, "infer", "m", X, idempotent=False)
+    session = peer.accept()
+    session.goaway()
+    try:
+        frame = session.frame()  # it was on its way already
+    except EOFError:
+        session = peer.accept()
+        frame = session.frame()
+    session.number(frame, 1)
+    assert call.result(PATIENCE)["y"].tolist() == [1]
+
+
 def test_goaway_to_an_idle_connection_costs_no_request(caller: Any, peer: Peer) -> None:
     client = caller.client(peer.address, pool_size=1, retries=0)
     first = caller.submit(client, "infer", "m", X)

@@ -188,3 +188,9 @@ def test_the_template_ignores_what_a_whole_service_is_sent(server: Server) -> No
         os.kill(server.workers()[1], signal.SIGKILL)
         log.wait("worker ready", slot=1)
     assert template_of(server)["pid"] == template
+
+
+def test_a_server_that_is_told_so_does_without(place: Path) -> None:
+    with Server(place, "--workers", "2", "--template", "off") as server:
+        assert template_of(server) == {"state": "unfit", "reason": "template is off", "pid": None, "pss_bytes": None}
+        assert serves(server)
