@@ -22,10 +22,12 @@ FAMILIES = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)
 @dataclass(frozen=True, slots=True)
 class Given:
     """`slots`: for the workers' slots; TCP sockets of one address, or the Unix socket when no other was given.
-    `unix`: for all workers beside them."""
+    `unix`: for all workers beside them. `managed`: they stay the manager's when we go; not those of a master whose
+    place we take."""
 
     slots: tuple[socket.socket, ...] = ()
     unix: socket.socket | None = None
+    managed: bool = True
 
     def __bool__(self) -> bool:
         return bool(self.slots)
@@ -38,6 +40,8 @@ class Given:
     @property
     def kept(self) -> str:
         """What the manager keeps when we go, as a worker is told: `slots`, `slots,unix` or nothing."""
+        if not self.managed:
+            return ""
         return ",".join((["slots"] if self.slots else []) + (["unix"] if self.unix is not None else []))
 
 
@@ -86,7 +90,7 @@ def _sort(sockets: list[socket.socket]) -> Given:
         raise ConfigError(f"service manager: expected at most one Unix socket, found {_names(unix)}")
     if len({listener.name_of(sock) for sock in tcp}) > 1:
         raise ConfigError(f"service manager: expected TCP sockets of one address, found {_names(tcp)}")
-    return Given(tuple(tcp), *unix) if tcp else Given(tuple(unix))
+    return Given(tuple(tcp), unix[0] if unix else None) if tcp else Given(tuple(unix))
 
 
 def _names(sockets: list[socket.socket]) -> str:

@@ -43,12 +43,18 @@ class ControlServer:
         self._selector = selector
         self._answer = answer
         self._clients: set[_Client] = set()
-        self._deaf = False
+        self._deaf = self._closed = False
         selector.register(sock, selectors.EVENT_READ, self._accept)
+
+    def close(self) -> None:
+        """Take no more clients; those that are here are answered."""
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(self._sock)
+        self._closed = True
 
     def expire(self, now: float) -> None:
         """Drop the clients whose time is over."""
-        if self._deaf:
+        if self._deaf and not self._closed:
             self._deaf = False
             self._selector.register(self._sock, selectors.EVENT_READ, self._accept)
         for client in [client for client in self._clients if client.end <= now]:

@@ -88,6 +88,7 @@ def _change_commands(commands: Any) -> None:
         _command(commands, "rollback", _change, "give up the change under way, else serve what was served before it"),
         _command(commands, "restart", _change, "replace every worker, one after the other"),
         _command(commands, "promote", _change, "let all workers follow the canary"),
+        _command(commands, "upgrade", _upgrade, "have the program as it is installed now take the server's place"),
     ]
     for parser in changes:
         parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="to wait for it (600)")
@@ -219,6 +220,12 @@ def _change(args: argparse.Namespace) -> int:
 def _follow(args: argparse.Namespace, values: dict[str, Any]) -> int:
     row = ctlchange.follow(partial(_ask, args), args.command, values, args.timeout, wait=not args.no_wait)
     _show(args, row, ctlchange.view)
+    return 0
+
+
+def _upgrade(args: argparse.Namespace) -> int:
+    row = ctlchange.upgrade(partial(_ask, args), args.timeout, wait=not args.no_wait)
+    _show(args, row, lambda found: f"upgrade {found['state']}: pid {found['pid']}")
     return 0
 
 

@@ -51,6 +51,24 @@ def follow(ask: Ask, command: str, values: Mapping[str, Any], timeout: float, *,
     return row
 
 
+def upgrade(ask: Ask, timeout: float, *, wait: bool) -> dict[str, Any]:
+    """Have a new program take the server's place and wait until it has; the status row of the upgrade.
+
+    Raises ChangeFailed, DeadlineExceeded, and what the server refuses it with."""
+    row: dict[str, Any] = ask("upgrade")
+    pid, end = row["pid"], time.monotonic() + timeout
+    while wait:
+        found = ask("status")
+        if found["pid"] == pid:
+            return {"state": "done", "pid": pid, "reason": ""}
+        if found["upgrade"]["state"] == "failed":
+            raise ChangeFailed(f"upgrade failed, the old program serves on: {found['upgrade']['reason']}")
+        if time.monotonic() >= end:
+            raise DeadlineExceeded(f"upgrade: process {pid} is not ready after {timeout:g} s; it goes on")
+        time.sleep(LOOK)
+    return row
+
+
 def view(row: Mapping[str, Any]) -> str:
     """One line for people."""
     moved = f"{row.get('moved')} of {row.get('workers')} workers"

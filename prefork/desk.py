@@ -11,14 +11,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from prefork import status
+from prefork import effective, status
 from prefork.change import Change
 from prefork.config import Config
 from prefork.control import Request
 from prefork.errors import FailedPrecondition, InvalidArgument, NotFound
 from prefork.fleet import MAX_SLOTS, Fleet
 from prefork.generation import Generation
+from prefork.log import Logger
 from prefork.shm import sweep
+from prefork.succession import Succession
 from prefork.turnover import Turnover
 
 LONGEST = 86400.0 * 7  # seconds that a canary may be looked at
@@ -29,16 +31,23 @@ class Server(Protocol):
 
     @property
     def state(self) -> str: ...
-    def reload(self, names: Sequence[str], share: float, hold: float) -> Change: ...
     def scale(self, count: int) -> None: ...
     def stop(self, why: str) -> None: ...
+    @property
+    def succession(self) -> Succession: ...
 
 
 class Desk:
-    """`answer` is the only door. Raises PreforkError for what cannot be done."""
+    """`answer` is the door; `reload` and `upgrade` are open to signals too. Raises PreforkError."""
 
-    def __init__(self, server: Server, config: Config, fleet: Fleet, turnover: Turnover, unix_path: str | None) -> None:
+    def __init__(
+        self, server: Server, config: Config, reread: Callable[[], Config], log: Logger, fleet: Fleet,
+        turnover: Turnover, unix_path: str | None,
+    ) -> None:  # fmt: skip
+        """`config`: as it was read at the start; `reread`: as its sources have it now."""
         self._server = server
+        self._reread = reread
+        self._log = log
         self._config = config
         self._fleet = fleet
         self._turnover = turnover
@@ -49,7 +58,8 @@ class Desk:
             "scale": self._scale,
             "stop": self._stop,
             "reload": self._reload,
-            "rollback": lambda _: self._changed(self._turnover.rollback),
+            "rollback": lambda _: self._changed(self._rollback),
+            "upgrade": lambda _: self.upgrade(),
             "restart": lambda _: self._changed(self._turnover.restart),
             "promote": lambda _: self._changed(self._turnover.promote),
             "change": lambda _: self._turnover.row(),
@@ -79,6 +89,7 @@ class Desk:
             "loading": turnover.loading,
             "template": self._template(serving),
             "change": turnover.row(),
+            "upgrade": self._server.succession.row(),
             "previous": turnover.previous.number if turnover.previous else None,
         }
 
@@ -103,7 +114,33 @@ class Desk:
             raise InvalidArgument(f"reload: models must be a list of names, found {names!r}")
         share = request.number("canary", 0.0, 1.0, default=1.0)
         hold = request.number("canary_seconds", 0.0, LONGEST, default=math.inf)
-        return self._changed(lambda: self._server.reload(names, share, hold))
+        return self._changed(lambda: self.reload(names, share, hold))
+
+    def reload(self, names: Sequence[str], share: float = 1.0, hold: float = math.inf) -> Change:
+        """Serve the models of the configuration as its sources have it now, loaded anew; or only those of `names`.
+
+        Raises ConfigError, FailedPrecondition or NotFound; nothing has changed then."""
+        if self._server.state != "ready":
+            raise FailedPrecondition(f"reload: the server is {self._server.state}, expected ready")
+        found = self._reread()
+        if ignored := effective.differing(self._config, found):
+            self._log.warning("changed but read at a start only", keys=", ".join(ignored))
+        return self._turnover.reload(found.models, names, share, hold)
+
+    def upgrade(self) -> dict[str, Any]:
+        """Start the program anew, to take our place. Raises FailedPrecondition."""
+        state, change = self._server.state, self._turnover.change
+        if state != "ready" or not change.over:
+            found = state if state != "ready" else f"in a {change.kind}"
+            raise FailedPrecondition(f"upgrade: the server is {found}, expected ready")
+        self._server.succession.begin()
+        return self._server.succession.row()
+
+    def _rollback(self) -> Change:
+        if self._server.succession.state == "starting":
+            self._server.succession.abort()
+            return self._turnover.change
+        return self._turnover.rollback()
 
     def _changed(self, begin: Callable[[], Change]) -> dict[str, Any]:
         if self._server.state != "ready":

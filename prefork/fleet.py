@@ -65,7 +65,8 @@ class Fleet:
         self.unix: socket.socket | None = None
         self._kept = given.kept
         if given:
-            log.info("sockets of the service manager", address=self.address, slots=whence)
+            whose = "sockets of the service manager" if given.managed else "sockets of the server before us"
+            log.info(whose, address=self.address, slots=whence)
 
     def open_template(self, generation: Generation) -> None:
         """Workers of this generation are forked from a template, which imports what it needs while models load."""
@@ -350,9 +351,10 @@ class Fleet:
         for child in leaving:
             self._dismiss(child, now)
 
-    def stop(self, now: float, *, quick: bool, again: bool) -> None:
+    def stop(self, now: float, *, quick: bool, again: bool, heir: bool = False) -> None:
         """Tell every worker to leave. The first time, the queues of slots without a ready worker find another one,
-        and the listening sockets are left to the workers, who sweep their queues before they close them."""
+        and the listening sockets are left to the workers, who sweep their queues before they close them. `heir`:
+        another server listens on the same sockets, so nothing is swept."""
         for generation in self.generations.values():
             generation.nursery.close()
         if not again:
@@ -365,7 +367,7 @@ class Fleet:
                         slot.child.kill(signal.SIGKILL)
             self._guard(now)
         for child in self.workers():
-            self._dismiss(child, now, "quit" if quick else "shutdown")
+            self._dismiss(child, now, "quit" if quick else "retire" if heir else "shutdown")
             if quick:
                 child.kill_at = min(child.kill_at or now, now + QUICK)
         self.close()

@@ -24,6 +24,7 @@ from prefork import child as children
 from prefork.child import Child
 from prefork.config import ModelConfig
 from prefork.errors import ModelError, PreforkError, SegmentFull
+from prefork.estate import plain
 from prefork.jobs import CachePlace, LoadedModel, LoaderJob
 from prefork.log import Logger
 from prefork.nursery import Nursery
@@ -45,8 +46,11 @@ class LoadError(ModelError):
 class Stored:
     """A published segment as the master holds it, for as many generations as took it."""
 
-    def __init__(self, model: LoadedModel, hold: segment.Hold) -> None:
+    def __init__(self, model: LoadedModel, hold: segment.Hold, source: dict[str, Any]) -> None:
+        """`source`: what it was loaded from, as estate.plain tells."""
         self.model = model
+        self.source = source
+        self.left = False  # to another master, which holds it as well
         self._hold = hold
         self._takers = 1
 
@@ -59,7 +63,8 @@ class Stored:
         """One generation less; the last one removes it."""
         self._takers -= 1
         if not self._takers:
-            segment.retire(self.model.ref)
+            if not self.left:
+                segment.retire(self.model.ref)
             self._hold.release()
 
 
@@ -84,6 +89,7 @@ class Generation:
         self.nursery = Nursery(log)
         self.wanted = tuple(wanted)
         self.stored: list[Stored] = []
+        self._source: dict[str, Any] = {}
         self._kept = {model.name: kept[model.name].take() for model in wanted if model.name in kept} if kept else {}
         self._kind = kind
         self._owner = owner
@@ -118,6 +124,7 @@ class Generation:
 
     def _spawn(self, model: ModelConfig, place: Path) -> Child:
         job = LoaderJob(self._log, model, self._kind, self._owner, self.number, place, cache=self._cache)
+        self._source = plain(model)
         loader = children.spawn("loader", len(self.stored), self.number, job, {self._log.fd})
         self._log.info("loading", model=model.name, path=model.path, quantize=model.quantize, pid=loader.pid)
         return loader
@@ -132,7 +139,7 @@ class Generation:
             self._give_up(model, e.message, e.exit_code)
             loader.kill(signal.SIGKILL)
             return
-        self.stored.append(Stored(LoadedModel(model.name, ref, said["report"], self.number), hold))
+        self.stored.append(Stored(LoadedModel(model.name, ref, said["report"], self.number), hold, self._source))
         self._log.info("segment published", model=model.name, name=ref.name, bytes=ref.size, **_brief(said["report"]))
         loader.send({"command": "held"})
 

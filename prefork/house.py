@@ -15,6 +15,7 @@ from pathlib import Path
 from prefork import activation, listener, workdir
 from prefork.config import Config
 from prefork.errors import ConfigError
+from prefork.estate import Estate
 from prefork.log import Logger
 from prefork.shm import sweep
 from prefork.shm.owner import Owner
@@ -25,29 +26,55 @@ class House:
     ConfigError when something cannot be had, or the runtime directory belongs to a living master; what was made until
     then is gone again."""
 
-    def __init__(self, config: Config, log: Logger) -> None:
-        server = config.server
-        self.given = activation.take(os.environ, os.getpid())
-        self._lock = _lock(server.runtime_dir)
+    def __init__(self, config: Config, log: Logger, left: Estate | None = None) -> None:
+        """`left`: by a master whose place we take; what it leaves is not ours before `take_over`."""
+        server = self._server = config.server
+        self._log = log
+        self.left = left
+        if left is not None:
+            self.given = activation.Given(left.slots, left.unix, left.activated)
+            self.lock = _same_lock(left, server.runtime_dir)
+        else:
+            self.given = activation.take(os.environ, os.getpid())
+            self.lock = _lock(server.runtime_dir)
         self._made: list[Path] = []  # only what we made is ours to remove
         self._public: Path | None = None
         self.work: workdir.WorkDir | None = None
         self.unix: socket.socket | None = None
         self.owner = Owner.current()
         try:
-            _sweep(server.work_dir, log)
+            self.sweep()
             self.work = workdir.WorkDir(server.work_dir, self.owner)
-            self.control = self._listen(server.control, 16, 0o600)
+            self.control = left.control if left is not None else self._listen(server.control, 16, 0o600)
             self.unix = self.given.unix
             if server.unix is not None and not self.given.has_unix:
                 self.unix = self._listen(server.unix, server.backlog, 0o660)
                 self._public = server.unix
             self.unix_path = listener.name_of(self.unix).removeprefix("unix:") if self.unix is not None else None
-            if server.pid_file is not None:
+            if server.pid_file is not None and left is None:
                 self._write_pid(server.pid_file)
         except BaseException:
             self.close()
             raise
+
+    def take_over(self) -> None:
+        """The master before us has let go: what it left is ours, and ours to remove. Raises ConfigError."""
+        write_owner(self.lock)
+        self._made.append(self._server.control)
+        if self.given.has_unix and not self.given.managed and self._server.unix is not None:
+            self._public = self._server.unix
+            self._made.append(self._server.unix)
+        if self._server.pid_file is not None:
+            self._write_pid(self._server.pid_file)
+
+    def sweep(self) -> None:
+        """Remove what dead masters have left; once more when the master before us may have died instead of leaving."""
+        _sweep(self._server.work_dir, self._log)
+
+    def let_go(self) -> None:
+        """Another master takes our place: what it was given is not ours any more."""
+        self._made.clear()
+        self._public = None
 
     def _listen(self, path: Path, backlog: int, mode: int) -> socket.socket:
         sock = listener.open_unix(path, backlog, mode)
@@ -74,9 +101,9 @@ class House:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
         self._made.clear()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self.lock >= 0:
+            os.close(self.lock)
+            self.lock = -1
 
 
 def _sweep(work_dir: Path, log: Logger) -> None:
@@ -106,6 +133,20 @@ def _lock(directory: Path) -> int:
             f"runtime_dir {str(directory)!r}: prefork-serve with pid {holder or 'unknown'} owns it; "
             "give this one another --runtime-dir"
         ) from None
+    write_owner(fd)
+    return fd
+
+
+def write_owner(fd: int) -> None:
+    """Say in the lock's file who has it."""
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    return fd
+
+
+def _same_lock(left: Estate, directory: Path) -> int:
+    """The lock that a fork of its first owner keeps as well (flock(2))."""
+    if left.runtime_dir != str(directory):
+        raise ConfigError(
+            f"runtime_dir {str(directory)!r}: expected {left.runtime_dir!r} of the server whose place is taken"
+        )
+    return left.lock

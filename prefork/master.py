@@ -14,26 +14,24 @@ death, also of strangers when it is PID 1. States (SIGNALS.md draws them):
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import os
 import resource
 import selectors
 import signal
-import socket
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, Literal
 
 from prefork import child as children
-from prefork import cpus, effective, preflight
-from prefork.change import Change
+from prefork import cpus, estate, preflight
 from prefork.child import Child
 from prefork.config import Config, ModelConfig
 from prefork.control_server import ControlServer
 from prefork.desk import Desk
 from prefork.errors import ConfigError, FailedPrecondition, PreforkError
+from prefork.estate import Estate
 from prefork.fleet import Fleet
 from prefork.generation import Generation, Stored
 from prefork.house import House
@@ -41,6 +39,8 @@ from prefork.jobs import CachePlace
 from prefork.log import Logger, setup
 from prefork.oom import OomWatch
 from prefork.reporting import Reporting
+from prefork.signals import Signals
+from prefork.succession import Heir, Parts, Succession
 from prefork.supervisor import Supervisor
 from prefork.turnover import Turnover
 from prefork.watch import Watch
@@ -48,7 +48,6 @@ from prefork.watch import Watch
 State = Literal["loading", "starting", "ready", "stopping"]
 
 LOOK = 1.0  # seconds between looks at what tells nobody when it is over
-HANDLED = ("TERM", "INT", "QUIT", "HUP", "USR1", "USR2", "TTIN", "TTOU", "CHLD", "WINCH")
 
 
 def serve(config: Config, reread: Callable[[], Config]) -> int:
@@ -58,14 +57,25 @@ def serve(config: Config, reread: Callable[[], Config]) -> int:
         log = setup(config.log.level, config.log.format, config.log.file, role="master")
     except OSError as e:
         raise ConfigError(f"log.file {str(config.log.file)!r}: {e.strerror}") from None
-    return Master(config, log, reread).run()
+    left = estate.take(os.environ)
+    if left is None:
+        return Master(config, preflight.prepare(config, log), log, reread).run()
+    # what the models need is there already, and counted twice it might be refused
+    fit = preflight.prepare(dataclasses.replace(config, models=()), log)
+    return Master(config, dataclasses.replace(fit, models=config.models), log, reread, left).run()
 
 
 class Master:
     """`run` is the only door; everything else is called by its loop, the public rest by the desk in it."""
 
-    def __init__(self, config: Config, log: Logger, reread: Callable[[], Config]) -> None:
-        self._asked, self._config = config, preflight.prepare(config, log)
+    def __init__(
+        self, asked: Config, config: Config, log: Logger, reread: Callable[[], Config], left: Estate | None = None
+    ) -> None:
+        """`config`: what fits of what was `asked`. `left`: by the master whose place we take."""
+        self._asked, self._config, self._left_to_us = asked, config, left
+        self._heir: Heir | None = None
+        self._control: ControlServer | None = None
+        self._sweep_due = False
         self._reread = reread
         self._reload_asked = False
         self._watch = Watch(config.server.watch)
@@ -77,22 +87,23 @@ class Master:
         self._next_look = time.monotonic()
         self._oom = OomWatch()
         self._selector = selectors.DefaultSelector()
-        self._signals: deque[int] = deque()
-        self._wake, self._wake_in = socket.socketpair()
 
     def run(self) -> int:
         """Open, loop, close. What goes wrong before READY is raised; later faults are logged and survived."""
-        self._catch_signals()
+        self._signals = Signals(self._selector)
         with ExitStack() as stack:
-            self._house = House(self._config, self._log)
+            if self._left_to_us is not None:
+                self._heir = Heir(self._left_to_us, self._selector, self._take_over)
+                stack.push(self._tell_failure)
+            self._house = House(self._config, self._log, self._left_to_us)
             stack.callback(self._house.close)
             self._open(stack)
             stack.callback(self._kill_all)
             while self._state != "stopping" or self._children or self._unborn:
                 self._turn()
-        signal.set_wakeup_fd(-1)
-        if self._error is not None:
-            raise self._error
+            if self._error is not None:
+                raise self._error
+        self._signals.close()
         self._log.info("stopped")
         return 0
 
@@ -109,34 +120,36 @@ class Master:
         self._fleet = Fleet(self._config, self._log, house.work, self._add, count, house.given)
         stack.callback(self._fleet.close)
         self._fleet.unix = house.unix
-        self._reporting = Reporting(self._config, self._log, self._fleet.board)
+        left = self._left_to_us
+        self._reporting = Reporting(self._config, self._log, self._fleet.board, left.metrics if left else None)
         stack.callback(self._reporting.close)
         self._turnover = Turnover(self._config, self._log, self._fleet, self._reporting, self._make, self._add)
         stack.callback(self._turnover.close)
         self._supervisor = Supervisor(self._config, self._log, self._selector, self._fleet, self._turnover)
-        desk = Desk(self, self._config, self._fleet, self._turnover, house.unix_path)
-        self._control = ControlServer(house.control, self._selector, desk.answer)
+        self.succession = Succession(
+            Parts(self._config, house, self._fleet, self._reporting, self._turnover, self._supervisor),
+            self._log, self._selector, self._leave_to_heir,
+        )  # fmt: skip
+        self._desk = Desk(
+            self, self._asked, self._reread, self._log, self._fleet, self._turnover, house.unix_path
+        )  # fmt: skip
+        if left is None:
+            self._control = ControlServer(house.control, self._selector, self._desk.answer)
         self._log.info(
             "starting", workers=count, cpus=allowed.reason, bind=self._fleet.address, unix=house.unix_path,
             runtime_dir=config.runtime_dir, metrics=self._reporting.bind,
         )  # fmt: skip
         self._watch.look(self._config.models, time.monotonic())
-        self._turnover.start(self._config.models)
+        kept = self._heir.kept(self._config, self._log) if self._heir else {}
+        self._turnover.start(self._config.models, kept, left.generation if left else 0)
+        for stored in kept.values():
+            stored.drop()  # the generation has taken it
 
     def _make(self, number: int, models: Sequence[ModelConfig], kept: Mapping[str, Stored]) -> Generation:
         server, house = self._config.server, self._house
         assert house.work is not None
         place = CachePlace.of(server)
         return Generation(number, models, server.shm, house.owner, house.work, self._log, place, kept)
-
-    def _catch_signals(self) -> None:
-        for sock in (self._wake, self._wake_in):
-            sock.setblocking(False)
-        # the socket only wakes the loop and may be full; what was sent stands in the deque
-        signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
-        for name in HANDLED:
-            signal.signal(getattr(signal, f"SIG{name}"), lambda number, frame: self._signals.append(number))
-        self._selector.register(self._wake, selectors.EVENT_READ, self._drain_wake)
 
     def _kill_all(self) -> None:
         for child in (*self._unborn, *self._children.values()):
@@ -154,8 +167,8 @@ class Master:
     def _turn(self) -> None:
         for key, _ in self._selector.select(self._patience()):
             self._survive(key.data)
-        while self._signals:
-            self._signal(signal.Signals(self._signals.popleft()))
+        for number in self._signals.arrived():
+            self._signal(number)
         now = time.monotonic()
         self._reap(now)
         if self._state == "loading":
@@ -166,14 +179,15 @@ class Master:
                 self._fail(error)
         if self._reload_asked and self._state == "ready" and self._turnover.change.over:
             self._reload_asked = False
-            self._reload_unasked([])
+            self._unasked("reload", lambda: self._desk.reload([]))
         self._report(now)
         if now >= self._next_look:
             # a master that was frozen itself gives its workers a second to tick
             if now - self._next_look < LOOK:
                 self._survive(lambda: self._look(now))
             self._oom.look(now)
-            self._control.expire(now)
+            if self._control is not None:
+                self._control.expire(now)
             self._next_look = now + LOOK
             for child in self._children.values():
                 if child.role != "worker" and child.kill_at is not None and now >= child.kill_at:
@@ -181,11 +195,14 @@ class Master:
 
     def _look(self, now: float) -> None:
         self._fleet.look(now)
+        if self._sweep_due:
+            self._sweep_due = False
+            self._house.sweep()
         if self._state != "ready" or not self._turnover.change.over or self._turnover.serving is None:
             return
         if changed := self._watch.look(self._turnover.serving.wanted, now):
             self._log.info("model files have changed", models=", ".join(changed))
-            self._reload_unasked(changed)
+            self._unasked("reload", lambda: self._desk.reload(changed))
         else:
             self._fleet.recycle_due(now)
 
@@ -214,11 +231,6 @@ class Master:
             moments.append(moment)
         return max(0.0, min(moments) - time.monotonic())
 
-    def _drain_wake(self) -> None:
-        with suppress(BlockingIOError):
-            while self._wake.recv(4096):
-                pass
-
     def _signal(self, number: signal.Signals) -> None:
         match number:
             case signal.SIGTERM:
@@ -226,9 +238,9 @@ class Master:
             case signal.SIGINT | signal.SIGQUIT:
                 self._stop(number.name, quick=True)
             case signal.SIGTTIN:
-                self._scale_by(+1)
+                self._unasked("scaling", lambda: self.scale(self._wanted + 1))
             case signal.SIGTTOU:
-                self._scale_by(-1)
+                self._unasked("scaling", lambda: self.scale(self._wanted - 1))
             case signal.SIGUSR1:
                 self._log.reopen()
                 for child in (*self._unborn, *self._children.values()):
@@ -237,7 +249,18 @@ class Master:
                 self._reload_asked = True
                 self._supervisor.reloading()
             case signal.SIGUSR2:
-                self._log.warning("signal is not supported yet, nothing changes", signal=number.name)
+                self._unasked("upgrade", self._desk.upgrade)
+
+    def _unasked(self, what: str, deed: Callable[[], object]) -> None:
+        """By signal or by ourselves: there is nobody to tell a refusal but the log."""
+        try:
+            deed()
+        except PreforkError as e:
+            self._log.error(f"{what} refused", reason=e)
+
+    @property
+    def _wanted(self) -> int:
+        return sum(slot.wanted for slot in self._fleet.slots)
 
     def _reap(self, now: float) -> None:
         while True:
@@ -247,6 +270,8 @@ class Master:
                 return
             if pid == 0:
                 return
+            if self.succession.left(pid, code):
+                continue
             # as PID 1 or subreaper also strangers end here; they are no business of ours
             if pid not in self._children:
                 for unborn in list(self._unborn):  # one of them may have said who it is
@@ -318,19 +343,14 @@ class Master:
         self._state = "ready"
         self._log.info("READY", bind=self._fleet.address, unix=self._house.unix_path, control=server.control)
         self._supervisor.ready()
+        if self._heir is not None:
+            self._heir.ready(self._turnover.serving.models if self._turnover.serving else ())
 
     def _fail(self, error: PreforkError) -> None:
         self._error = error
         self._stop("failed start", quick=True)
 
     # scaling and stopping
-
-    def _scale_by(self, step: int) -> None:
-        wanted = sum(slot.wanted for slot in self._fleet.slots)
-        try:
-            self.scale(wanted + step)
-        except PreforkError as e:
-            self._log.warning("scaling refused", reason=e)
 
     def scale(self, count: int) -> None:
         """Raises InvalidArgument, FailedPrecondition or ResourceExhausted."""
@@ -355,21 +375,19 @@ class Master:
         self._turnover.stop()
         self._fleet.stop(time.monotonic(), quick=quick, again=again)
 
-    # changes and control
+    # another master in our place
 
-    def _reload_unasked(self, names: Sequence[str]) -> None:
-        try:
-            self.reload(names, 1.0, math.inf)
-        except PreforkError as e:
-            self._log.error("reload refused", reason=e)
+    def _leave_to_heir(self) -> None:
+        self._state = "stopping"
+        if self._control is not None:
+            self._control.close()
 
-    def reload(self, names: Sequence[str], share: float, hold: float) -> Change:
-        """Serve the models of the configuration as its sources have it now, loaded anew; or only those of `names`.
+    def _take_over(self) -> None:
+        self._house.take_over()
+        self._control = ControlServer(self._house.control, self._selector, self._desk.answer)
+        self._sweep_due = True
+        self._log.info("the server before us has let go", pid=os.getpid())
 
-        Raises ConfigError, FailedPrecondition or NotFound; nothing has changed then."""
-        if self._state != "ready":
-            raise FailedPrecondition(f"reload: the server is {self._state}, expected ready")
-        found = self._reread()
-        if ignored := effective.differing(self._asked, found):
-            self._log.warning("changed but read at a start only", keys=", ".join(ignored))
-        return self._turnover.reload(found.models, names, share, hold)
+    def _tell_failure(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._heir is not None and isinstance(error, PreforkError):
+            self._heir.failed(error)

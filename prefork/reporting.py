@@ -6,6 +6,7 @@ a convenience: when it dies it is started anew, ever more slowly, and the server
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import Iterable, Sequence
 
@@ -28,15 +29,17 @@ QUICK = 2.0  # seconds that it has to leave
 class Reporting:
     """Doors: `write` and `serve` (each turn of the loop), `models`, `restarted`, `left`, `dismiss`, `close`."""
 
-    def __init__(self, config: Config, log: Logger, board: Scoreboard) -> None:
-        """Raises ConfigError when the address cannot be had."""
+    def __init__(self, config: Config, log: Logger, board: Scoreboard, given: socket.socket | None = None) -> None:
+        """`given`: a listening socket for the address. Raises ConfigError when the address cannot be had."""
         self._config = config
         self._log = log
         self._board = board
         self._page = board.master()
         self._page.begin()
         bind = config.telemetry.metrics_bind
-        self._listener: socket.socket | None = listener.open_tcp(bind, 1, BACKLOG)[0] if bind else None
+        self.listener: socket.socket | None = given if bind else None
+        if bind and given is None:
+            self.listener = listener.open_tcp(bind, 1, BACKLOG)[0]
         self._child: Child | None = None
         self._failures = 0
         self._retry_at = 0.0
@@ -44,7 +47,7 @@ class Reporting:
     @property
     def bind(self) -> str | None:
         """Where it listens, as a client would write it."""
-        return listener.name_of(self._listener) if self._listener else None
+        return listener.name_of(self.listener) if self.listener else None
 
     def write(self, state: str, generation: int, slots: Sequence[Slot], rows: int) -> None:
         """What holds now. `state` is the master's, by its name; `rows`: of the scoreboard that workers have had. Also
@@ -73,9 +76,9 @@ class Reporting:
 
     def serve(self, now: float) -> Child | None:
         """Spawn the process when it is due; the caller takes it among its children. `now`: monotonic seconds."""
-        if self._listener is None or self._child is not None or now < self._retry_at:
+        if self.listener is None or self._child is not None or now < self._retry_at:
             return None
-        job = TelemetryJob(self._log, self._listener, self._board, self._config.server.worker_timeout)
+        job = TelemetryJob(self._log, self.listener, self._board, self._config.server.worker_timeout)
         try:
             self._child = children.spawn(ROLE, 0, 0, job, job.descriptors)
         except OSError as e:
@@ -101,9 +104,17 @@ class Reporting:
             self._child.send({"command": "shutdown"})
             self._child.kill_at = now + QUICK
 
+    def let_go(self) -> None:
+        """Another server tells from now on."""
+        self.close()
+        if self._child is not None:
+            self._child.leaving = True
+            self._child.kill(signal.SIGKILL)
+
     def close(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
 
     def _again(self, now: float) -> None:
         self._failures += 1

@@ -71,6 +71,10 @@ class Supervisor:
         self._reloading = True
         self._notify.reloading()
 
+    def handed(self, pid: int) -> None:
+        """From now on another master is the service."""
+        self._notify.main_pid(pid)
+
     def stopping(self, *, quick: bool) -> None:
         """We leave."""
         patience = QUICK if quick else self._config.server.graceful_timeout + KILL_MARGIN

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from prefork import change as changes
@@ -65,14 +65,21 @@ class Turnover:
         self._loader: Child | None = None
         self._given_up = ""
         self._watch: Watch | None = None
-        self._numbers = 0
+        self.numbers = 0
         fleet.lost = self._lost
 
     # what can be asked for
 
-    def start(self, models: Sequence[ModelConfig]) -> None:
-        """Load the first generation."""
-        self._begin("start", self._next(models, {}))
+    def start(self, models: Sequence[ModelConfig], kept: Mapping[str, Stored], after: int = 0) -> None:
+        """Load the first generation; `kept`: what another master has loaded, and `after` the last number that it
+        gave."""
+        self.numbers = after
+        self._begin("start", self._next(models, kept))
+
+    def leave(self, names: Container[str]) -> None:
+        """The segments of these models are another master's as well: they are not to go with us."""
+        for stored in self.serving.stored if self.serving is not None else ():
+            stored.left = stored.model.name in names
 
     def reload(
         self, found: Sequence[ModelConfig], names: Sequence[str] = (), share: float = 1.0, hold: float = math.inf
@@ -186,8 +193,8 @@ class Turnover:
         return self.serving
 
     def _next(self, models: Sequence[ModelConfig], kept: Mapping[str, Stored]) -> Generation:
-        self._numbers += 1
-        return self._make(self._numbers, models, kept)
+        self.numbers += 1
+        return self._make(self.numbers, models, kept)
 
     def _of(self, child: Child) -> Generation | None:
         return next((g for g in (self.coming, self.serving) if g is not None and g.number == child.generation), None)

@@ -22,7 +22,7 @@ MASTER = {
     *LEAVES, *BOTH_SIDES, "notify", "cpus", "placement", "listener", "control", "shm",
     "child", "slots", "fleet", "nursery", "generation", "house", "status", "control_server", "workdir", "reporting",
     "change", "turnover", "canary", "recycle", "desk", "watch", "effective",
-    "activation", "herald", "watchdog", "supervisor",
+    "activation", "herald", "watchdog", "supervisor", "estate", "succession", "signals",
     "preflight", "oom",
 }  # fmt: skip
 SERVING = {"errors", "tensor", "value", "codec", "model.session", "observe", "shm.scoreboard", "shm.words", "shm.arena"}
@@ -93,6 +93,9 @@ WALLS: dict[str, set[str]] = {
             "desk",
             "watch",
             "supervisor",
+            "estate",
+            "succession",
+            "signals",
         ),
         MASTER,
     ),

@@ -114,17 +114,6 @@ def test_term_while_workers_start(place: Path) -> None:
     assert "READY" not in [line["event"] for line in server.log()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR2])
-def test_what_is_not_supported_yet_changes_nothing(demo: Server, number: signal.Signals) -> None:
-    before = demo.workers()
-    with LogWatch(demo) as log:
-        os.kill(demo.pid, number)
-        assert (
-            "not supported yet" in log.wait("signal is not supported yet, nothing changes", signal=number.name)["event"]
-        )
-    assert demo.workers() == before and demo.status()["restarts"] == 0
-
-
 def test_usr1_reopens_the_log_in_every_process(place: Path) -> None:
     with Server(place, "--workers", "2") as server:
         old = place / "log.json.1"
