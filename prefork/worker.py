@@ -308,6 +308,7 @@ class Worker:
         have heard that they should."""
         service = self._service
         service.retire()
+        await asyncio.sleep(0)  # a connection that was accepted in the loop's last turn is only made in this one
 
         def gone() -> bool:
             service.see_off(GOAWAY_GRACE)
