@@ -24,6 +24,7 @@ from prefork import control
 from prefork.shm.sweep import list_segments
 
 REPOSITORY = Path(__file__).parents[1]
+LONGEST = 120.0  # seconds that a server may take to end before it counts as hung
 POLL = 0.005  # seconds between two questions to a master, which answers in its own loop
 
 
@@ -98,7 +99,7 @@ class Server:
         """For the process to end. When the wait is broken off, it and all below it are killed."""
         assert self.process is not None
         try:
-            return self.process.wait()
+            return self.process.wait(LONGEST)
         except BaseException:
             for pid in reversed(procs.descendants(self.pid)):
                 with suppress(ProcessLookupError):

@@ -31,21 +31,22 @@ class Herald:
 
     def turn(
         self, now: float, state: str, models: Sequence[str], slots: Sequence[Slot], children: Iterable[Child],
-        *, loading: bool,
+        *, rows: int, loading: bool,
     ) -> None:  # fmt: skip
-        """`state`: the master's. `models`: served, or being loaded. `loading`: a generation is on its way, at the
-        start or in a reload, by the work of `children`. `now`: monotonic seconds."""
+        """`state`: the master's. `models`: served, or being loaded. `rows`: of the scoreboard that have been used.
+        `loading`: a generation is on its way, at the start or in a reload, by the work of `children`. `now`: monotonic
+        seconds."""
         if now < self._next or not self._notifier.enabled:
             return
         self._next = now + EVERY
         if loading and self._get_on(children):
             self._notifier.extend(MORE)
-        text = self._text(now, state, models, slots)
+        text = self._text(now, state, models, slots, rows)
         if text != self._said and self._notifier.status(text):
             self._said = text
 
-    def _text(self, now: float, state: str, models: Sequence[str], slots: Sequence[Slot]) -> str:
-        requests = sum(self._board.peek(slot.index, REQUESTS) for slot in slots)
+    def _text(self, now: float, state: str, models: Sequence[str], slots: Sequence[Slot], rows: int) -> str:
+        requests = sum(self._board.peek(row, REQUESTS) for row in range(rows))
         rate = (requests - self._requests) / (now - self._then) if self._then else 0.0
         self._then, self._requests = now, requests
         wanted, ready = sum(slot.wanted for slot in slots), sum(slot.ready for slot in slots)

@@ -56,7 +56,8 @@ def stalled(slots: Iterable[Slot], board: Scoreboard, timeout: float, now: float
     """Whether a worker that should long be killed for its silence is there all the same, as one that the kernel does
     not let go. `timeout`: seconds, 0 for any; `now`: monotonic seconds."""
     patience = timeout + KILL_TIME if timeout else math.inf
-    return any(slot.ready and now - board.peek(slot.index, TICK_NS) * 1e-9 > patience for slot in slots)
+    children = [slot.child for slot in slots if slot.ready and slot.child is not None]
+    return any(now - board.peek(child.row, TICK_NS) * 1e-9 > patience for child in children)
 
 
 class Probe:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ class Scene:
     def turn(self, state: str = "ready", *models: str, children: tuple[Child, ...] = (), later: float = EVERY) -> str:
         """What was said in this turn."""
         self.now += later
-        self.herald.turn(self.now, state, models or ("a",), self.slots, children, loading=bool(children))
+        self.herald.turn(self.now, state, models or ("a",), self.slots, children, rows=2, loading=bool(children))
         found = []
         while True:
             try:
@@ -78,8 +79,17 @@ def test_other_states(scene: Scene) -> None:
     assert scene.turn("stopping") == "STATUS=stopping; 1 of 2 workers ready"
 
 
+@contextmanager
+def killed(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """What happens within; then the process is killed, also when it went wrong."""
+    try:
+        yield
+    finally:
+        process.kill()
+
+
 def test_who_gets_on_is_given_time_and_who_hangs_is_not(scene: Scene) -> None:
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy, killed(busy):
         child = Child("loader", 0, 1, busy.pid, scene.ours)
         before = cpu_ticks(busy.pid)
         while cpu_ticks(busy.pid) == before:
@@ -89,10 +99,9 @@ def test_who_gets_on_is_given_time_and_who_hangs_is_not(scene: Scene) -> None:
         os.waitid(os.P_PID, busy.pid, os.WSTOPPED | os.WNOWAIT)
         scene.turn("loading", children=(child,))  # what it did before it was stopped
         assert "EXTEND" not in scene.turn("loading", children=(child,))
-        busy.kill()
     assert cpu_ticks(busy.pid) == 0
 
 
 def test_nobody_is_told_when_nobody_listens() -> None:
     board = Scoreboard.create(1)
-    Herald(Notifier({}), board).turn(1.0, "ready", ("a",), (), (), loading=True)
+    Herald(Notifier({}), board).turn(1.0, "ready", ("a",), (), (), rows=1, loading=True)

@@ -207,7 +207,7 @@ def test_no_watchdog_is_never_due(tmp_path: Path) -> None:
 def test_a_silence_that_should_long_have_ended() -> None:
     board = Scoreboard.create(1)
     with socket.socket() as sock, socket.socket() as channel:
-        child = Child("worker", 0, 1, os.getpid(), channel, ready_at=1.0)
+        child = Child("worker", 0, 1, os.getpid(), channel, row=0, ready_at=1.0)
         slot = Slot(0, sock, child=child)
         board.slot(0).words[TICK_NS] = int(50e9)
         for now, timeout, found in (

@@ -8,7 +8,7 @@ is one value for all runs.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -29,6 +29,7 @@ Kind: TypeAlias = Literal["labels", "agreement", "generated"]
 
 LABELS = "labels"
 BATCH = 8  # samples of one run, where the model leaves the number open
+MAX_ROWS = 32  # samples of one run that came as one batch; more cost memory and are cut
 GENERATED = 8  # batches made up
 MAX_CALIBRATION = 16  # batches; more change ranges little and cost time
 
@@ -43,6 +44,7 @@ class Data:
     labels: list[Array] | None
     kind: Kind
     words: str
+    giver: str = "the inputs made up"  # whose the evaluation is, for errors
 
     def first(self, count: int) -> Data:
         """With that many runs of the evaluation."""
@@ -62,14 +64,15 @@ def gather(
 ) -> Data:
     """The data that the gate names, or generated. `limits`: ids that an input may hold, below; `runs`: whether the
     model runs with these. Raises ModelError for files that do not fit the model."""
-    calibration = [batch for batch, _, _ in load(gate.calibration, specs)] if gate.calibration else []
-    calibration += [dict(batch) for batch in gate.batches]
+    given = load(gate.calibration, specs) if gate.calibration else Batches()
+    given += fit(gate.batches, specs, gate.giver)
+    calibration = [batch for batch, _, _ in given]
     evaluation = load(gate.eval, specs) if gate.eval else Batches()
     if not evaluation and not calibration:
         return _generated(specs, recipe, limits, runs)
     words = ""
     if not evaluation:
-        evaluation = Batches((batch, rows_of(batch), None) for batch in calibration)
+        evaluation = given
         if len(calibration) > 1:  # what is judged was not seen before
             calibration, evaluation = calibration[0::2], Batches(evaluation[1::2])
             words = ", the half that calibration did not see"
@@ -78,20 +81,26 @@ def gather(
     labelled = all(labels is not None for _, _, labels in evaluation)
     rows = [count for _, count, _ in evaluation]
     if labelled:
-        words = f"task accuracy on {sum(rows)} labelled samples"
+        words = f"task accuracy on {sum(rows)} labelled samples{words}"
     else:
         words = f"agreement with fp32 on {sum(rows)} samples given{words}"
     if not calibration:
         calibration = [batch for batch, _, _ in evaluation[:: max(1, len(evaluation) // 8)]]
         words += ", some of which served as calibration"
     return Data(
-        calibration[:MAX_CALIBRATION],
+        calibration[:: -(-len(calibration) // MAX_CALIBRATION)],  # from all over: data is often sorted
         [batch for batch, _, _ in evaluation],
         rows,
         [labels for _, _, labels in evaluation if labels is not None] if labelled else None,
         "labels" if labelled else "agreement",
         words,
+        _giver(gate),
     )
+
+
+def _giver(gate: Gate) -> str:
+    path = gate.eval or gate.calibration
+    return f"data file {str(path)!r}" if path else gate.giver
 
 
 def load(path: Path, specs: Sequence[TensorSpec]) -> Batches:
@@ -115,6 +124,50 @@ def load(path: Path, specs: Sequence[TensorSpec]) -> Batches:
     if not made:
         raise ModelError(f"data file {str(path)!r}: expected at least one sample, found none")
     return made
+
+
+def fit(batches: Iterable[Mapping[str, Array]], specs: Sequence[TensorSpec], giver: str) -> Batches:
+    """Each batch as one run where the model takes it as it is, else cut as the arrays of a file are. Raises ModelError
+    naming `giver`, the batch, and what does not fit."""
+    made = Batches()
+    for number, batch in enumerate(batches, 1):
+        try:
+            runs = _whole(batch, specs) or _cut(dict(batch), specs)
+            for feed, _, _ in runs:
+                _check_shapes(feed, specs)
+        except (ModelError, ValueError, TypeError, OverflowError) as e:
+            reason = e.message if isinstance(e, ModelError) else str(e)
+            raise ModelError(f"{giver}, batch {number}: {reason}") from None
+        made += runs
+    return made
+
+
+def _check_shapes(feed: Feed, specs: Sequence[TensorSpec]) -> None:
+    for spec in specs:
+        value = feed.get(spec.name)
+        if isinstance(value, np.ndarray) and not _takes(spec, value):
+            wanted = ", ".join(map(str, spec.shape or ()))
+            raise ModelError(f"input {spec.name!r}: expected shape [{wanted}], found {list(value.shape)}")
+
+
+def _whole(batch: Mapping[str, Array], specs: Sequence[TensorSpec]) -> Batches:
+    """The batch as one run; empty when it is none, or too large for one."""
+    known = {spec.name: spec for spec in specs}
+    feed = {name: _typed(known[name], array) for name, array in batch.items() if name in known}
+    rows = rows_of(feed)
+    rest = batch.keys() - known.keys() - {LABELS}
+    if rest or rows > MAX_ROWS or any(spec.required and spec.name not in feed for spec in specs):
+        return Batches()
+    if not all(_takes(known[name], array) for name, array in feed.items()):
+        return Batches()
+    return Batches([(feed, rows, np.asarray(batch[LABELS]) if LABELS in batch and LABELS not in known else None)])
+
+
+def _takes(spec: TensorSpec, array: Array) -> bool:
+    if spec.shape is None:
+        return True
+    fixed = zip(spec.shape, array.shape, strict=False)
+    return len(spec.shape) == array.ndim and all(not isinstance(dim, int) or dim == size for dim, size in fixed)
 
 
 def _cut(group: dict[str, Array], specs: Sequence[TensorSpec]) -> Batches:
