@@ -52,6 +52,8 @@ def serve(config: Config) -> int:
         log = setup(config.log.level, config.log.format, config.log.file, role="master")
     except OSError as e:
         raise ConfigError(f"log.file {str(config.log.file)!r}: {e.strerror}") from None
+    for text in config.warnings:
+        log.warning(text)
     return Master(config, log).run()
 
 

@@ -140,7 +140,7 @@ def test_data_counts_by_content(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("quantize", "auto"),
+        ("quantize", "none"),
         ("accuracy_budget", 0.01),
         ("eval", Path("/e.npz")),
         ("calibration", Path("/c.npz")),
