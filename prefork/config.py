@@ -31,6 +31,9 @@ from prefork.options import (
     whole,
 )
 
+# Keys of a model that only quantize = "auto" heeds.
+SEARCH = ("accuracy_budget", "eval", "calibration", "metric", "min_speedup", "quantize_seconds")
+
 DAY = 86400.0
 MIB = 2**20
 GIB = 2**30

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from prefork.config import (
+    SEARCH,
     SECTIONS,
     ComputeConfig,
     Config,
@@ -39,7 +40,6 @@ from prefork.options import AUTO, MAX_SOCKET_PATH, read, split_bind, suggest
 DEMO = "digits"
 SPECIAL = ("PREFORK_CONFIG", "PREFORK_MODEL")
 NEEDED = ("name", "path")  # of each model
-SEARCH = ("accuracy_budget", "eval", "calibration", "metric", "min_speedup", "quantize_seconds")  # heeded by auto alone
 
 
 @dataclass(frozen=True, slots=True)

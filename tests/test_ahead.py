@@ -207,7 +207,7 @@ def test_report_of_a_running_server(tmp_path: Path) -> None:
         ask = ["--control", str(server.runtime / "control.sock"), "report", "digits"]
         command = [sys.executable, "-m", "prefork.ctl", *ask]
         text = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
-        assert text.startswith("digits  fp32  (asked for: auto)\n") and ", in " in text
+        assert text.startswith("digits  fp32  (asked for: none)\n") and ", in " in text
         plain = subprocess.run([*command, "--json"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
         assert json.loads(plain)["inputs"][0]["name"] == "image"
         command[-1] = "nobody"

@@ -50,7 +50,7 @@ WALLS: dict[str, set[str]] = {
     "loader": {*LEAVES, *BOTH_SIDES, "shm", "cache", "cache_key", "digests", "preparation"},
     "preparation": {*LEAVES, *BOTH_SIDES, "tensor", "shm", "model"},
     "cache": {"errors", "log", "shm.layout"},
-    "cache_key": {"config", "cache", "model.processor", "model.version", "shm.layout"},
+    "cache_key": {"options", "config", "cache", "model.processor", "model.version", "shm.layout"},
     "digests": set(),
     "ahead": MASTER,
     "reportview": {"ctlview", "model.report"},
