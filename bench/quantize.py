@@ -141,9 +141,9 @@ def float16(model: Path, asked: Gate, report: dict[str, Any], folder: Path) -> t
         if one["name"] == "fp16":
             return one["delta"], one["speedup"]
     forms = {form: prepare(model, folder / form, form) for form in ("none", "fp16")}
-    if not asked.batches or forms["fp16"].manifest.form != "fp16":
+    feed = next(iter(asked.batches), None)
+    if feed is None or forms["fp16"].manifest.form != "fp16":
         return None
-    feed = asked.batches[0]
     plain, half = (
         optimize.open_prepared(one.graph.read_bytes(), one.graph.parent, optimized=one.manifest.optimized)
         for one in forms.values()

@@ -24,6 +24,7 @@ from prefork import control
 from prefork.shm.sweep import list_segments
 
 REPOSITORY = Path(__file__).parents[1]
+LONGEST = 120.0  # seconds that a server may take to end before it counts as hung
 POLL = 0.005  # seconds between two questions to a master, which answers in its own loop
 
 
@@ -38,6 +39,7 @@ class Server:
         self.work.mkdir(exist_ok=True)
         self.args = args
         self.env = env or {}
+        self.fds: tuple[int, ...] = ()  # descriptors that the process inherits
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
@@ -64,7 +66,9 @@ class Server:
         env = {key: value for key, value in os.environ.items() if not key.startswith("PREFORK_")}
         env |= {"NOTIFY_SOCKET": notify, "PYTHONPATH": str(REPOSITORY), **self.form, **self.env}
         with (self.place / "stderr").open("ab") as stderr:
-            self.process = subprocess.Popen(self.command, env=env, stdin=subprocess.DEVNULL, stderr=stderr)
+            self.process = subprocess.Popen(
+                self.command, env=env, stdin=subprocess.DEVNULL, stderr=stderr, pass_fds=self.fds
+            )
         return self.process
 
     def start(self) -> Server:
@@ -101,7 +105,7 @@ class Server:
         """For the process to end. When the wait is broken off, it and all below it are killed."""
         assert self.process is not None
         try:
-            return self.process.wait()
+            return self.process.wait(LONGEST)
         except BaseException:
             for pid in reversed(procs.descendants(self.pid)):
                 with suppress(ProcessLookupError):

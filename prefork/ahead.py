@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any, Literal, NoReturn
 
@@ -21,6 +22,7 @@ from prefork.errors import ConfigError
 from prefork.generation import LoadError
 from prefork.jobs import MANIFEST, CachePlace, LoaderJob
 from prefork.log import Logger, setup
+from prefork.oom import OomWatch
 from prefork.shm.owner import Owner
 from prefork.workdir import WorkDir
 
@@ -61,18 +63,21 @@ def _prepare(
     place, server = work.sub(f"{purpose}-{index}"), config.server
     cache = CachePlace.of(server)
     job = LoaderJob(log, model, server.shm, Owner.current(), 0, place, purpose=purpose, cache=cache)
+    watch = OomWatch()
     loader = children.spawn("loader", index, 0, job, {log.fd})
     try:
-        _, status = os.waitpid(loader.pid, 0)
+        _, status, usage = os.wait4(loader.pid, 0)
     except BaseException:
         loader.kill(signal.SIGKILL)
         os.waitpid(loader.pid, 0)
         raise
+    finally:
+        log.erase()
     said = _last_word(loader)
-    code = os.waitstatus_to_exitcode(status)
-    if code != 0:
-        reason = said.get("message") or f"the loader left: {children.describe_exit(status)}"
-        raise LoadError(f"model {model.name!r}: {reason}", code if code > 0 else children.CRASH)
+    watch.judge(loader, status, time.monotonic(), usage.ru_maxrss * 1024)
+    if status != 0:
+        reason = said.get("message") or f"the loader left: {loader.how(status)}"
+        raise LoadError(f"model {model.name!r}: {reason}", loader.code(status))
     return {**json.loads((place / MANIFEST).read_bytes()), **said["report"]}
 
 

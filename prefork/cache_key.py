@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import prefork
+from prefork import handler
 from prefork.cache import FORMAT as CACHE_FORMAT
 from prefork.config import SEARCH, ModelConfig
 from prefork.model.processor import Cpu, processor
@@ -26,6 +27,8 @@ LIBRARIES = ("onnxruntime", "onnx", "numpy")
 NATIVE = "onnxruntime"
 # Keys of a model that do not change what is prepared: its name, and its file, whose content counts.
 NOT_OPTIONS = {"name", "path"}
+# Keys that may name code of the owner's: its module counts by content, and so do the packages around it.
+CODE = ("metric", "handler")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +74,11 @@ def options(model: ModelConfig, digest: Callable[[Path], str]) -> dict[str, str]
         heeded = model.quantize == AUTO or item.name not in SEARCH
         if item.name not in NOT_OPTIONS and heeded:
             found[item.name] = f"sha256:{digest(value)}" if isinstance(value, Path) else repr(value)
-            if isinstance(value, str) and (code := _code(value)):
-                found[f"{item.name} code"] = digest(code)
+    for name in CODE:
+        value = getattr(model, name)
+        if ":" in value and model.quantize == "auto":  # nothing else runs it while a model is prepared
+            found[f"{name} code"] = " ".join(map(digest, handler.sources(value)))
     return found
-
-
-def _code(value: str) -> Path | None:
-    """The file behind `module:name`, when it can be told without importing: that of a module outside any package."""
-    module, colon, _ = value.partition(":")
-    spec = find_spec(module) if colon and module.isidentifier() else None
-    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
 
 def key(source: Sequence[str], given: dict[str, str], kind: str, on: Host) -> str:

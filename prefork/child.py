@@ -38,6 +38,8 @@ IGNORED = (
 __all__ = ["CRASH", "MAX_FDS", "UNBORN", "Child", "describe_exit", "prctl", "report_failure", "spawn"]
 UNBORN = 0  # in the place of a pid
 CRASH = 70  # EX_SOFTWARE: an exception that nobody foresaw
+SHORT = "RLIMIT_AS, RLIMIT_DATA, or vm.overcommit_memory 2"  # what makes an allocation fail, rather than kill
+OUT_OF_MEMORY = 75  # EX_TEMPFAIL, as when there is no room for a segment
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -51,21 +53,36 @@ def prctl(option: int, value: int) -> None:
 
 @dataclass(eq=False, slots=True)
 class Child:
-    """One forked process. `said` is the last thing it said, `ready_at` when it answered its warm-up, `leaving` that it
-    was told to go and `kill_at` when its time for that is over, `closed` that its end of the channel is gone."""
+    """One forked process. `row` is a worker's place on the scoreboard and `requests_before` what was counted there
+    before it came, `said` the last thing it said, `ready_at` when it answered its warm-up, `leaving` that it was told
+    to go and `kill_at` when its time for that is over, `closed` that its end of the channel is gone, `killed` that we
+    sent it SIGKILL, `oom` words for its end when the kernel did, for want of memory (oom.py)."""
 
     role: str
     slot: int
     generation: int
     pid: int
     channel: socket.socket
+    row: int = -1
     started: float = field(default_factory=time.monotonic)
     ready_at: float | None = None
     said: dict[str, Any] | None = None
     leaving: bool = False
     stalled: bool = False
+    requests_before: int = 0
     kill_at: float | None = None
     closed: bool = False
+    killed: bool = False
+    oom: str = ""
+
+    def how(self, status: int) -> str:
+        """Words for its end; `status` is waitpid's."""
+        return self.oom or describe_exit(status)
+
+    def code(self, status: int) -> int:
+        """The exit code that its end gives to a start that cannot go on without it."""
+        own = os.waitstatus_to_exitcode(status)
+        return OUT_OF_MEMORY if self.oom else own if own > 0 else CRASH
 
     def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> bool:
         """Queue one message; False when the child is gone or its queue is full. Never blocks."""
@@ -101,6 +118,7 @@ class Child:
             with contextlib.suppress(OSError):
                 self.channel.shutdown(socket.SHUT_RDWR)
             return
+        self.killed = self.killed or number == signal.SIGKILL
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
@@ -149,6 +167,9 @@ def _become(role: str, channel: socket.socket, job: Any, keep: set[int], master:
     except PreforkError as e:
         code = e.exit_code
         report_failure(channel, e)
+    except MemoryError as e:
+        code = OUT_OF_MEMORY
+        report_failure(channel, e)
     except BaseException as e:
         report_failure(channel, e)
         with contextlib.suppress(OSError):
@@ -162,6 +183,8 @@ def report_failure(channel: socket.socket, error: BaseException) -> None:
     """Tell the master why this child leaves."""
     known = isinstance(error, PreforkError)
     text = error.message if isinstance(error, PreforkError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, MemoryError):
+        text = f"this process may not have more memory ({SHORT}){f': {error}' if str(error) else ''}"
     message = {"event": "failed", "error": type(error).__name__, "message": text[:8000], "known": known}
     with contextlib.suppress(OSError):
         channel.send(encode(message))
@@ -177,7 +200,7 @@ def _close_all_but(keep: set[int]) -> None:
 
 
 def describe_exit(status: int) -> str:
-    """Words for a waitpid status: `exit code 65`, `killed by SIGKILL (...)`."""
+    """Words for a waitpid status: `exit code 65`, `killed by SIGKILL`."""
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"exit code {code}"
@@ -185,5 +208,4 @@ def describe_exit(status: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    hint = " (the kernel's out-of-memory killer, unless somebody sent it)" if name == "SIGKILL" else ""
-    return f"killed by {name}{hint}"
+    return f"killed by {name}"

@@ -153,7 +153,7 @@ def _run(argv: Sequence[str]) -> int:
         return 0
     from prefork.master import serve
 
-    return serve(config)
+    return serve(config, lambda: configure(args, os.environ))
 
 
 def _prepare(config: Config, purpose: Literal["prepare", "inspect"], *, as_json: bool) -> int:

@@ -17,9 +17,11 @@ from prefork.options import (
     AUTO_OPTIONAL_PATH,
     AUTO_PATH,
     BIND,
+    FLAG,
     METRIC,
     NAME,
     OPTIONAL_BIND,
+    OPTIONAL_CLASS,
     OPTIONAL_PATH,
     PATH,
     Key,
@@ -32,7 +34,7 @@ from prefork.options import (
 )
 
 # Keys of a model that only quantize = "auto" heeds.
-SEARCH = ("accuracy_budget", "eval", "calibration", "metric", "min_speedup", "quantize_seconds")
+SEARCH = ("accuracy_budget", "eval", "calibration", "metric", "min_speedup", "quantize_seconds", "handler")
 
 DAY = 86400.0
 MIB = 2**20
@@ -78,6 +80,27 @@ class ServerConfig:
     # Above the longest single run of the loop: the heartbeat comes from the loop, which an inline run holds up.
     worker_timeout: float = field(
         default=30.0, metadata=key(seconds(0, DAY), "silence after which a worker is killed; 0 is never", "SECONDS")
+    )
+    # A file may be half written, or a test; who wants it says so.
+    watch: float = field(
+        default=0.0,
+        metadata=key(
+            seconds(0, DAY), "look so often whether a model's file has changed, and reload it; 0 is never", "S"
+        ),
+    )
+    # Nothing of ours grows; this is for user code that does.
+    recycle_age: float = field(
+        default=0.0, metadata=key(seconds(0, 365 * DAY), "replace a worker of this age; 0 is never", "SECONDS")
+    )
+    recycle_requests: int = field(
+        default=0, metadata=key(whole(0, 2**53), "replace a worker after so many requests; 0 is never")
+    )
+    recycle_private: int = field(
+        default=0, metadata=key(size(0, 2**50), "replace a worker with so much memory of its own; 0 is never", "SIZE")
+    )
+    # An incident is no time to look for the old file; one more segment in memory, used by no process.
+    keep_previous: bool = field(
+        default=True, metadata=key(FLAG, "keep the models served before the last reload, for a rollback", "BOOL")
     )
     # Supervisors know their child; a file that can be stale is made only when asked for.
     pid_file: Path | None = field(default=None, metadata=key(OPTIONAL_PATH, "file to hold the master's pid", "PATH"))
@@ -198,6 +221,10 @@ class ModelConfig:
     # A start that waits longer looks hung; what was chosen is kept in cache_dir.
     quantize_seconds: float = field(
         default=120.0, metadata=key(seconds(0, DAY), "time after which auto begins no further candidate", "SECONDS")
+    )
+    # Most models need no code of their own; what is named here is imported and run.
+    handler: str = field(
+        default="", metadata=key(OPTIONAL_CLASS, "class that may yield calibration batches", "MODULE:CLASS")
     )
     # Zeros of the model's own shapes do for most models; ids or lengths that must be sensible need real inputs.
     warmup: Path | None = field(

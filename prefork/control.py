@@ -43,6 +43,13 @@ class Request:
             raise InvalidArgument(f"{self.command}: {name} must be an integer from {low} to {high}, found {value!r}")
         return value
 
+    def number(self, name: str, low: float, high: float, *, default: float) -> float:
+        """Argument `name` within [low, high], or `default` when it is not given. Raises InvalidArgument."""
+        value = self.args.get(name, default)
+        if name in self.args and (type(value) not in (int, float) or not low <= value <= high):
+            raise InvalidArgument(f"{self.command}: {name} must be a number from {low:g} to {high:g}, found {value!r}")
+        return float(value)
+
 
 def parse_request(line: bytes) -> Request:
     """The request in one line (with or without its newline). Raises InvalidArgument."""

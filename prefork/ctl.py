@@ -1,8 +1,9 @@
 """prefork-ctl: argv -> one question to a running server -> text or JSON. Nothing imports this file.
 
-`status`, `scale` and `stop` speak with the master over its control socket; `report` asks it for the segment and reads
-that itself; `segments` looks at the machine's shared memory and needs no server; `infer`, `metadata` and `health` are a
-client's calls (ctlinfer.py). What only some commands need is imported by them: `status` loads no numpy.
+`status`, `scale`, `stop` and the changes (ctlchange.py) speak with the master over its control socket; `report` asks it
+for the segment and reads that itself; `segments` looks at the machine's shared memory and needs no server; `infer`,
+`metadata` and `health` are a client's calls (ctlinfer.py). What only some commands need is imported by them: `status`
+loads no numpy.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import prefork
-from prefork import control, ctlview
+from prefork import control, ctlchange, ctlview
 from prefork.errors import ConfigError, NotFound, PreforkError, Unavailable
 from prefork.layers import control_path
 
@@ -55,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     _command(commands, "stop", _stop, "stop gracefully, as TERM does")
     scale = _command(commands, "scale", _scale, "change the number of workers")
     scale.add_argument("workers", type=int, metavar="N")
+    _change_commands(commands)
     _client_commands(commands)
     return parser
 
@@ -73,6 +76,28 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
     parser.set_defaults(run=run)
     _common(parser)
     return parser
+
+
+def _change_commands(commands: Any) -> None:
+    reload = _command(commands, "reload", _reload, "load models anew and serve them, without a dropped request")
+    reload.add_argument("models", nargs="*", metavar="MODEL", help="only these; default: all")
+    reload.add_argument("--canary", metavar="SHARE", help="only so many workers, as 10%%, until promote or rollback")
+    reload.add_argument("--canary-seconds", type=float, metavar="S", help="then decide by errors and latency; or never")
+    changes = [
+        reload,
+        _command(commands, "rollback", _change, "give up the change under way, else serve what was served before it"),
+        _command(commands, "restart", _change, "replace every worker, one after the other"),
+        _command(commands, "promote", _change, "let all workers follow the canary"),
+    ]
+    for parser in changes:
+        parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="to wait for it (600)")
+        parser.add_argument("--no-wait", action="store_true", help="begin it only")
+    for name, help in (
+        ("drain", "empty a slot: its worker leaves, others take its connections"),
+        ("undrain", "give a drained slot a worker again"),
+        ("recycle", "replace the worker of a slot"),
+    ):
+        _command(commands, name, _slot, help).add_argument("slot", type=int, metavar="SLOT")
 
 
 def _client_commands(commands: Any) -> None:
@@ -175,6 +200,30 @@ def _scale(args: argparse.Namespace) -> int:
 
 def _stop(args: argparse.Namespace) -> int:
     _show(args, _ask(args, "stop"), lambda _: "stopping")
+    return 0
+
+
+def _reload(args: argparse.Namespace) -> int:
+    values: dict[str, Any] = {"models": args.models}
+    if args.canary is not None:
+        values["canary"] = ctlchange.share(args.canary)
+    if args.canary_seconds is not None:
+        values["canary_seconds"] = args.canary_seconds
+    return _follow(args, values)
+
+
+def _change(args: argparse.Namespace) -> int:
+    return _follow(args, {})
+
+
+def _follow(args: argparse.Namespace, values: dict[str, Any]) -> int:
+    row = ctlchange.follow(partial(_ask, args), args.command, values, args.timeout, wait=not args.no_wait)
+    _show(args, row, ctlchange.view)
+    return 0
+
+
+def _slot(args: argparse.Namespace) -> int:
+    _show(args, _ask(args, args.command, slot=args.slot), lambda found: f"{args.command}: slot {found.get('slot')}")
     return 0
 
 

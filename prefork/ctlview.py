@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from prefork import ctlchange
+
 Row = Mapping[str, Any]
 
 
@@ -68,6 +70,8 @@ def status(found: Row) -> str:
     head = f"prefork-serve {found.get('version', '?')}  pid {found.get('pid', '?')}  {found.get('state', '?')}"
     if found.get("loading"):
         head += f"  loading {found['loading']}"
+    if found.get("generation"):
+        head += f"  generation {found['generation']}"
     parts = [f"{head}  restarts {found.get('restarts', '?')}", f"listening on {', '.join(where) or 'nothing'}"]
     models = [
         (m.get("name"), m.get("generation"), m.get("form"), s.get("kind"), s.get("name"), size(s.get("size")),
@@ -76,6 +80,8 @@ def status(found: Row) -> str:
         for s in [m.get("segment") or {}]
     ]  # fmt: skip
     parts += ["", table(("MODEL", "GEN", "FORM", "SHM", "SEGMENT", "SIZE", "SOURCE"), models)]
+    if (change := found.get("change")) and change.get("kind") != "start":
+        parts.append(ctlchange.view(change))
     parts += ["", _workers(found.get("workers", []), found.get("pss_bytes"))]
     return "\n".join(parts)
 

@@ -28,6 +28,16 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines[:-1]) + "\n"
 
 
+def differing(first: Config, second: Config) -> list[str]:
+    """The keys of the sections whose values differ; models are not looked at."""
+    return [
+        f"{section}.{entry.name}"
+        for section, cls in SECTIONS.items()
+        for entry in entries_of(section, cls)
+        if getattr(getattr(first, section), entry.name) != getattr(getattr(second, section), entry.name)
+    ]
+
+
 def _model(model: ModelConfig, config: Config) -> Iterator[str]:
     yield "[[models]]"
     for entry in entries_of("models", ModelConfig):
@@ -45,6 +55,8 @@ def _value(key: Key, value: Any) -> str:
         return '""'
     if key.metavar == "SIZE":
         return json.dumps(show_size(value))
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, str | Path):
         # A JSON string is a TOML basic string, but for DEL, which JSON leaves as it is
         return json.dumps(str(value)).replace("\x7f", "\\u007f")

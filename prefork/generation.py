@@ -1,5 +1,8 @@
 """A generation: the models of one configuration, loaded one after the other into segments that the master holds.
 
+A later generation that serves some of the same models takes their segments over instead of loading them again; a
+segment goes with the last generation that serves it.
+
 Runs in the master; the other side is loader.py. States:
 
 | state | meaning | next |
@@ -12,9 +15,8 @@ Runs in the master; the other side is loader.py. States:
 
 from __future__ import annotations
 
-import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +26,7 @@ from prefork.config import ModelConfig
 from prefork.errors import ModelError, PreforkError, SegmentFull
 from prefork.jobs import CachePlace, LoadedModel, LoaderJob
 from prefork.log import Logger
+from prefork.nursery import Nursery
 from prefork.shm import segment, sweep
 from prefork.shm.owner import Owner
 from prefork.workdir import WorkDir
@@ -39,6 +42,27 @@ class LoadError(ModelError):
         self.exit_code = exit_code
 
 
+class Stored:
+    """A published segment as the master holds it, for as many generations as took it."""
+
+    def __init__(self, model: LoadedModel, hold: segment.Hold) -> None:
+        self.model = model
+        self._hold = hold
+        self._takers = 1
+
+    def take(self) -> Stored:
+        """One more generation serves it."""
+        self._takers += 1
+        return self
+
+    def drop(self) -> None:
+        """One generation less; the last one removes it."""
+        self._takers -= 1
+        if not self._takers:
+            segment.retire(self.model.ref)
+            self._hold.release()
+
+
 class Generation:
     """Doors: `load_next`, `published`, `loader_left`, `retire`."""
 
@@ -51,65 +75,76 @@ class Generation:
         work: WorkDir,
         log: Logger,
         cache: CachePlace | None = None,
+        kept: Mapping[str, Stored] | None = None,
     ) -> None:
+        """`kept`: by name, the segments of `wanted` models that another generation has loaded."""
         self.number = number
         self.state: State = "loading"
         self.error: PreforkError | None = None
-        self.models: list[LoadedModel] = []
-        self._wanted = list(wanted)
+        self.nursery = Nursery(log)
+        self.wanted = tuple(wanted)
+        self.stored: list[Stored] = []
+        self._kept = {model.name: kept[model.name].take() for model in wanted if model.name in kept} if kept else {}
         self._kind = kind
         self._owner = owner
         self._work = work
         self._cache = cache
         self._log = log
-        self._holds: list[segment.Hold] = []
+
+    @property
+    def models(self) -> tuple[LoadedModel, ...]:
+        """What is loaded so far."""
+        return tuple(stored.model for stored in self.stored)
 
     @property
     def loading(self) -> str:
         """The model whose loader runs now, or nothing."""
-        waiting = self.state == "loading" and len(self.models) < len(self._wanted)
-        return self._wanted[len(self.models)].name if waiting else ""
+        waiting = self.state == "loading" and len(self.stored) < len(self.wanted)
+        return self.wanted[len(self.stored)].name if waiting else ""
 
     def load_next(self) -> Child | None:
         """Spawn the loader of the next model; None when all are loaded, or when it cannot be (`error` says why)."""
-        if len(self.models) == len(self._wanted):
+        while (name := self.loading) and name in self._kept:
+            self.stored.append(self._kept.pop(name))
+        if not name:
             self.state = "loaded"
             return None
-        model = self._wanted[len(self.models)]
+        model = self.wanted[len(self.stored)]
         try:
-            return self._spawn(model, self._work.sub(f"g{self.number}-{len(self.models)}"))
+            return self._spawn(model, self._work.sub(f"g{self.number}-{len(self.stored)}"))
         except OSError as e:
             self._give_up(model, f"its loader cannot be started: {e.strerror}", SegmentFull.exit_code)
             return None
 
     def _spawn(self, model: ModelConfig, place: Path) -> Child:
         job = LoaderJob(self._log, model, self._kind, self._owner, self.number, place, cache=self._cache)
-        self._log.info("loading", model=model.name, path=model.path, quantize=model.quantize)
-        return children.spawn("loader", len(self.models), self.number, job, {self._log.fd})
+        loader = children.spawn("loader", len(self.stored), self.number, job, {self._log.fd})
+        self._log.info("loading", model=model.name, path=model.path, quantize=model.quantize, pid=loader.pid)
+        return loader
 
     def published(self, loader: Child, said: dict[str, Any]) -> None:
         """The loader has published: hold the segment before the loader lets go of it, and say so."""
-        model = self._wanted[len(self.models)]
+        model = self.wanted[len(self.stored)]
         try:
             ref = segment.SegmentRef.from_dict(said["segment"])
-            self._holds.append(segment.hold(ref))
+            hold = segment.hold(ref)
         except PreforkError as e:
             self._give_up(model, e.message, e.exit_code)
             loader.kill(signal.SIGKILL)
             return
-        self.models.append(LoadedModel(model.name, ref, said["report"]))
+        self.stored.append(Stored(LoadedModel(model.name, ref, said["report"], self.number), hold))
         self._log.info("segment published", model=model.name, name=ref.name, bytes=ref.size, **_brief(said["report"]))
         loader.send({"command": "held"})
 
     def loader_left(self, loader: Child, status: int) -> None:
         """The loader is reaped. Nothing is lost when it published; else its reason is kept."""
+        self._log.erase()
         self._work.drop(f"g{self.number}-{loader.slot}")
-        if self.state != "loading" or loader.slot < len(self.models):
+        if self.state != "loading" or loader.slot < len(self.stored):
             return
         said = loader.said or {}
-        code = os.waitstatus_to_exitcode(status)
-        reason = said.get("message") or f"the loader left: {children.describe_exit(status)}"
-        self._give_up(self._wanted[loader.slot], reason, code if code > 0 else children.CRASH)
+        reason = said.get("message") or f"the loader left: {loader.how(status)}"
+        self._give_up(self.wanted[loader.slot], reason, loader.code(status))
 
     def _give_up(self, model: ModelConfig, reason: str, exit_code: int) -> None:
         self.state = "failed"
@@ -122,15 +157,15 @@ class Generation:
             self._log.info("removed what the loader left", name=info.name, bytes=info.size)
 
     def retire(self) -> None:
-        """Remove every segment; workers that still map one keep their mapping."""
+        """Let go of every segment and of the template; workers that still map a segment keep their mapping."""
         if self.state == "loading":
             self._discard()
-        for model in self.models:
-            segment.retire(model.ref)
-        for hold in self._holds:
-            hold.release()
-        self._holds.clear()
         self.state = "retired"
+        self.nursery.close()
+        for stored in (*self.stored, *self._kept.values()):
+            stored.drop()
+        self.stored.clear()
+        self._kept.clear()
 
 
 def _brief(report: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from prefork import listener, workdir
+from prefork import activation, listener, workdir
 from prefork.config import Config
 from prefork.errors import ConfigError
 from prefork.log import Logger
@@ -21,11 +21,13 @@ from prefork.shm.owner import Owner
 
 
 class House:
-    """`control` and `unix` are listening sockets. Raises ConfigError when something cannot be had, or the runtime
-    directory belongs to a living master; what was made until then is gone again."""
+    """`control` and `unix` (at `unix_path`) are listening sockets; `given`: what a service manager opened. Raises
+    ConfigError when something cannot be had, or the runtime directory belongs to a living master; what was made until
+    then is gone again."""
 
     def __init__(self, config: Config, log: Logger) -> None:
         server = config.server
+        self.given = activation.take(os.environ, os.getpid())
         self._lock = _lock(server.runtime_dir)
         self._made: list[Path] = []  # only what we made is ours to remove
         self._public: Path | None = None
@@ -36,9 +38,11 @@ class House:
             _sweep(server.work_dir, log)
             self.work = workdir.WorkDir(server.work_dir, self.owner)
             self.control = self._listen(server.control, 16, 0o600)
-            if server.unix is not None:
+            self.unix = self.given.unix
+            if server.unix is not None and not self.given.has_unix:
                 self.unix = self._listen(server.unix, server.backlog, 0o660)
                 self._public = server.unix
+            self.unix_path = listener.name_of(self.unix).removeprefix("unix:") if self.unix is not None else None
             if server.pid_file is not None:
                 self._write_pid(server.pid_file)
         except BaseException:

@@ -52,11 +52,13 @@ class LoaderJob:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A published segment and what its loader said of it (form, source, notes: for people)."""
+    """A published segment and what its loader said of it (form, source, notes: for people). `version`: number of the
+    generation that loaded it; a later one that serves the same segment keeps it."""
 
     name: str
     ref: SegmentRef
     report: Mapping[str, Any]
+    version: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,8 @@ class TelemetryJob:
 
 @dataclass(frozen=True, slots=True)
 class TemplateJob:
-    """Open `models` once and fork workers that serve them. `master_pid`: who takes the workers over."""
+    """Open `models` once and fork workers that serve them. `master_pid`: who takes the workers over. `complete`: false
+    when the models are told later, over the channel."""
 
     log: Logger
     config: Config
@@ -85,6 +88,7 @@ class TemplateJob:
     scoreboard: Scoreboard
     scratch: Path
     master_pid: int
+    complete: bool = True
 
     @property
     def descriptors(self) -> set[int]:
@@ -94,11 +98,13 @@ class TemplateJob:
 
 @dataclass(frozen=True, slots=True)
 class WorkerJob:
-    """Serve `models` on the listening sockets of `slot` (and of those slots that it guards), by slot number."""
+    """Serve `models` on the listening sockets of `slot` (and of those slots that it guards), by slot number. `row`: of
+    the scoreboard, this worker's alone; two workers of one slot may live at a time while one replaces the other."""
 
     log: Logger
     config: Config
     slot: int
+    row: int
     generation: int
     models: tuple[LoadedModel, ...]
     listeners: Mapping[int, socket.socket]

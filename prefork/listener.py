@@ -1,8 +1,9 @@
 """Listening sockets: one SO_REUSEPORT TCP socket a worker slot, and one Unix socket for all.
 
-Runs in the master, which opens them before the first worker and keeps them for ever: a worker inherits its slot's
-sockets, so a connection that waits in the kernel's queue survives the worker (SO_REUSEPORT sockets opened inside
-workers lose 2-3 % of the connections at a restart). Nothing here accepts. Kernel side: socket(7), unix(7).
+Runs in the master, which opens them before the first worker (or takes them from a service manager, activation.py) and
+keeps them for ever: a worker inherits its slot's sockets, so a connection that waits in the kernel's queue survives the
+worker (SO_REUSEPORT sockets opened inside workers lose 2-3 % of the connections at a restart). Nothing here accepts.
+Kernel side: socket(7), unix(7).
 """
 
 from __future__ import annotations
@@ -52,9 +53,12 @@ def _prove_free(family: int, where: tuple[object, ...]) -> None:
         probe.listen(1)
 
 
-def _listen(family: int, where: tuple[object, ...], backlog: int) -> socket.socket:
+def _listen(family: int, where: tuple[object, ...], backlog: int, like: socket.socket | None = None) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
+        if like is not None and family == socket.AF_INET6:  # a group is of one kind
+            v6_only = like.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, v6_only)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it
@@ -66,10 +70,19 @@ def _listen(family: int, where: tuple[object, ...], backlog: int) -> socket.sock
     return sock
 
 
-def grow_tcp(like: socket.socket, backlog: int) -> socket.socket:
-    """One more socket of the same group, for a slot added while the server runs. Raises ConfigError."""
+def grow(like: socket.socket, backlog: int) -> tuple[socket.socket, bool]:
+    """One more socket for a slot: of the same group (True), else the same queue once more (False). Only the user who
+    opened a SO_REUSEPORT group may join it (socket(7)), so what a service manager opened as root is shared by its
+    queue; a Unix socket has no groups. Raises ConfigError."""
     try:
-        return _listen(like.family, like.getsockname(), backlog)
+        if like.family == socket.AF_UNIX or not like.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT):
+            return like.dup(), False
+        try:
+            return _listen(like.family, like.getsockname(), backlog, like), True
+        except OSError as e:
+            if e.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+            return like.dup(), False
     except OSError as e:
         raise ConfigError(f"listening socket for another slot: {e.strerror}") from None
 
@@ -117,8 +130,9 @@ def _remove_dead(path: Path) -> None:
 
 
 def name_of(sock: socket.socket) -> str:
-    """`host:port` as a client would write it, or `unix:/path`."""
+    """`host:port` as a client would write it, `unix:/path` or `unix:@abstract`."""
     if sock.family == socket.AF_UNIX:
-        return f"unix:{sock.getsockname()}"
+        path = sock.getsockname()  # bytes: a name of the abstract namespace, which begins with NUL (unix(7))
+        return f"unix:@{path[1:].decode(errors='replace')}" if isinstance(path, bytes) else f"unix:{path}"
     host, port = sock.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -13,11 +13,11 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from prefork import cache_key
+from prefork import cache_key, handler
 from prefork.cache import Cache, CacheError, Damaged, Entry, locate, placeholder
 from prefork.channel import Channel
 from prefork.digests import Digests
@@ -39,6 +39,10 @@ def main(channel: socket.socket, job: LoaderJob) -> int:
     """Do what the job's purpose says; the exit code. Raises PreforkError with the reason when that cannot be."""
     log = job.log.for_role("loader", model=job.model.name)
     os.environ["TMPDIR"] = str(job.work_dir)  # libraries that make scratch files make them where they are swept
+    if job.model.handler or ":" in job.model.metric:
+        handler.extend_path()
+    if job.model.handler:
+        handler.check_found(job.model.handler)
     if job.purpose == "check":
         from prefork import preparation
 
@@ -177,7 +181,8 @@ class Loader:
         from prefork import preparation
 
         place = placeholder()
-        made = preparation.prepare(self._job, source, place, self._progress)
+        with self._telling() as progress:
+            made = preparation.prepare(self._job, source, place, progress)
         if self._job.purpose == "serve":
             graph = self._located(made.graph, place)
             with self._draft(made.weights.stat().st_size, graph, made.manifest) as draft:
@@ -192,6 +197,23 @@ class Loader:
                 self._complain(e)
         elif self._job.purpose == "prepare":
             raise ModelError(f"model file {str(self._job.model.path)!r} changed while it was being prepared; try again")
+
+    @contextmanager
+    def _telling(self) -> Iterator[Callable[[str], None]]:
+        """How progress is told: drawn where a person looks at the terminal, in lines of the log elsewhere."""
+        if not self._log.live:
+            yield self._progress
+            return
+        from prefork.bar import Bar
+
+        with Bar(self._job.model.name) as bar:
+
+            def tell(step: str) -> None:
+                bar.tell(step)
+                if not self._log.to_terminal:  # the lines go to a file
+                    self._progress(step)
+
+            yield tell
 
     def _progress(self, step: str) -> None:
         done = getattr(step, "fraction", None)  # a report.Step knows how far it is

@@ -1,9 +1,10 @@
 """Structured logging: one event, one line, one write. Any process may use it; standard library only.
 
-A logger is a plain object handed from caller to callee; nothing here is global and nothing reads the environment. It
-holds no lock and starts no thread, so it is safe across fork, and O_APPEND with a single write(2) a line keeps the
-lines of several processes apart (files: always; pipes: up to PIPE_BUF bytes, pipe(7)). Logging never raises: a line
-that cannot be written is counted in `lost`. A signal handler must not log; it only enqueues.
+A logger is a plain object handed from caller to callee; nothing here is global, and only `setup` looks at the
+environment: on a terminal a line begins by erasing what a progress bar (bar.py) may have drawn there. It holds no lock
+and starts no thread, so it is safe across fork, and O_APPEND with a single write(2) a line keeps the lines of several
+processes apart (files: always; pipes: up to PIPE_BUF bytes, pipe(7)). Logging never raises: a line that cannot be
+written is counted in `lost`. A signal handler must not log; it only enqueues.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,14 @@ FORMATS = ("console", "json")
 STDERR = 2
 # A value is cut in its middle above this, so that an event with one long value (a traceback) stays within PIPE_BUF.
 MAX_VALUE = 2800
+ERASE = b"\r\x1b[K"  # ECMA-48 EL: to the end of the line
+NO_TERMINALS = ("dumb", "unknown", "")  # values of TERM that promise no control sequence
 
 
 class _Sink:
     """Where the lines of all loggers made from one `setup` go; shared, so that `reopen` reaches each of them."""
 
-    __slots__ = ("fd", "json", "level", "lost", "path", "pipe")
+    __slots__ = ("fd", "json", "level", "live", "lost", "path", "pipe")
 
     def __init__(self, level: str, form: str, path: Path | None) -> None:
         self.level = LEVELS[level]
@@ -36,6 +40,7 @@ class _Sink:
         self.fd = STDERR if path is None else _open(path)
         self.pipe = path is None
         self.lost = 0
+        self.live = not self.json and os.isatty(STDERR) and os.environ.get("TERM", "dumb") not in NO_TERMINALS
 
     def _write(self, data: bytes) -> int:
         """Not into a full pipe: whoever does not read our log must not stop us (RWF_NOWAIT, pwritev2(2))."""
@@ -50,6 +55,8 @@ class _Sink:
 
     def write(self, line: str) -> None:
         data = line.encode("utf-8", "backslashreplace") + b"\n"
+        if self.live and self.path is None:
+            data = ERASE + data
         try:
             if self._write(data) != len(data):
                 self.lost += 1
@@ -110,6 +117,22 @@ class Logger:
     def fd(self) -> int:
         """The descriptor written to; a child that closes what it inherited spares it."""
         return self._sink.fd
+
+    @property
+    def live(self) -> bool:
+        """Whether standard error is a terminal where a person expects to see progress."""
+        return self._sink.live and self._sink.level <= 20
+
+    @property
+    def to_terminal(self) -> bool:
+        """Whether the lines go there too."""
+        return self._sink.live and self._sink.path is None
+
+    def erase(self) -> None:
+        """Remove what a process that was killed had drawn on the terminal's last line."""
+        if self.live:
+            with suppress(OSError):
+                os.write(STDERR, ERASE)
 
     @property
     def lost(self) -> int:

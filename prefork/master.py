@@ -8,12 +8,13 @@ death, also of strangers when it is PID 1. States (SIGNALS.md draws them):
 |---|---|---|
 | loading | loaders prepare the models | starting, stopping |
 | starting | workers come up for the first time | ready, stopping |
-| ready | every slot has answered a warm-up once | stopping |
+| ready | every slot has answered a warm-up once; changes of what is served (turnover.py) leave it so | stopping |
 | stopping | children are leaving | gone |
 """
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import selectors
@@ -21,23 +22,28 @@ import signal
 import socket
 import time
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, Literal
 
 from prefork import child as children
-from prefork import control, cpus, status
+from prefork import cpus, effective, preflight
+from prefork.change import Change
 from prefork.child import Child
-from prefork.config import Config
+from prefork.config import Config, ModelConfig
 from prefork.control_server import ControlServer
-from prefork.errors import ConfigError, FailedPrecondition, InvalidArgument, PreforkError
-from prefork.fleet import MAX_SLOTS, Fleet
-from prefork.generation import Generation
+from prefork.desk import Desk
+from prefork.errors import ConfigError, FailedPrecondition, PreforkError
+from prefork.fleet import Fleet
+from prefork.generation import Generation, Stored
 from prefork.house import House
 from prefork.jobs import CachePlace
 from prefork.log import Logger, setup
-from prefork.notify import Notifier
+from prefork.oom import OomWatch
 from prefork.reporting import Reporting
-from prefork.shm import sweep
+from prefork.supervisor import Supervisor
+from prefork.turnover import Turnover
+from prefork.watch import Watch
 
 State = Literal["loading", "starting", "ready", "stopping"]
 
@@ -45,30 +51,33 @@ LOOK = 1.0  # seconds between looks at what tells nobody when it is over
 HANDLED = ("TERM", "INT", "QUIT", "HUP", "USR1", "USR2", "TTIN", "TTOU", "CHLD", "WINCH")
 
 
-def serve(config: Config) -> int:
-    """Run the server until it is told to stop; the exit code (0 after TERM, INT or QUIT). Raises PreforkError when it
-    cannot begin."""
+def serve(config: Config, reread: Callable[[], Config]) -> int:
+    """Run the server until it is told to stop; the exit code (0 after TERM, INT or QUIT). `reread`: the configuration
+    as its sources have it by then, for a reload. Raises PreforkError when it cannot begin."""
     try:
         log = setup(config.log.level, config.log.format, config.log.file, role="master")
     except OSError as e:
         raise ConfigError(f"log.file {str(config.log.file)!r}: {e.strerror}") from None
     for text in config.warnings:
         log.warning(text)
-    return Master(config, log).run()
+    return Master(config, log, reread).run()
 
 
 class Master:
-    """`run` is the only door; everything else is called by its loop."""
+    """`run` is the only door; everything else is called by its loop, the public rest by the desk in it."""
 
-    def __init__(self, config: Config, log: Logger) -> None:
-        self._config = config
+    def __init__(self, config: Config, log: Logger, reread: Callable[[], Config]) -> None:
+        self._asked, self._config = config, preflight.prepare(config, log)
+        self._reread = reread
+        self._reload_asked = False
+        self._watch = Watch(config.server.watch)
         self._log = log
         self._state: State = "loading"
         self._error: PreforkError | None = None
         self._children: dict[int, Child] = {}
         self._unborn: set[Child] = set()  # asked of the template, pid not known yet
         self._next_look = time.monotonic()
-        self._notify = Notifier(os.environ)
+        self._oom = OomWatch()
         self._selector = selectors.DefaultSelector()
         self._signals: deque[int] = deque()
         self._wake, self._wake_in = socket.socketpair()
@@ -99,21 +108,28 @@ class Master:
         allowed = cpus.allowed()
         count = config.workers or allowed.count
         assert house.work is not None
-        self._fleet = Fleet(self._config, self._log, house.work, self._add, count)
+        self._fleet = Fleet(self._config, self._log, house.work, self._add, count, house.given)
         stack.callback(self._fleet.close)
         self._fleet.unix = house.unix
         self._reporting = Reporting(self._config, self._log, self._fleet.board)
         stack.callback(self._reporting.close)
-        self._control = ControlServer(house.control, self._selector, self._answer)
-        self._generation = Generation(
-            1, self._config.models, config.shm, house.owner, house.work, self._log, CachePlace.of(config)
-        )
-        stack.callback(self._generation.retire)
+        self._turnover = Turnover(self._config, self._log, self._fleet, self._reporting, self._make, self._add)
+        stack.callback(self._turnover.close)
+        self._supervisor = Supervisor(self._config, self._log, self._selector, self._fleet, self._turnover)
+        desk = Desk(self, self._config, self._fleet, self._turnover, house.unix_path)
+        self._control = ControlServer(house.control, self._selector, desk.answer)
         self._log.info(
-            "starting", workers=count, cpus=allowed.reason, bind=self._fleet.address, unix=config.unix,
+            "starting", workers=count, cpus=allowed.reason, bind=self._fleet.address, unix=house.unix_path,
             runtime_dir=config.runtime_dir, metrics=self._reporting.bind,
         )  # fmt: skip
-        self._load()
+        self._watch.look(self._config.models, time.monotonic())
+        self._turnover.start(self._config.models)
+
+    def _make(self, number: int, models: Sequence[ModelConfig], kept: Mapping[str, Stored]) -> Generation:
+        server, house = self._config.server, self._house
+        assert house.work is not None
+        place = CachePlace.of(server)
+        return Generation(number, models, server.shm, house.owner, house.work, self._log, place, kept)
 
     def _catch_signals(self) -> None:
         for sock in (self._wake, self._wake_in):
@@ -131,6 +147,10 @@ class Master:
             with suppress(ChildProcessError):
                 os.waitpid(pid, 0)
 
+    @property
+    def state(self) -> str:
+        return self._state
+
     # the loop
 
     def _turn(self) -> None:
@@ -140,21 +160,42 @@ class Master:
             self._signal(signal.Signals(self._signals.popleft()))
         now = time.monotonic()
         self._reap(now)
-        if self._state in ("starting", "ready") and (error := self._fleet.tend(now)):
-            self._fail(error)
+        if self._state == "loading":
+            self._look_at_start()
+        if self._state in ("starting", "ready"):
+            self._turnover.tend(now)
+            if error := self._fleet.tend(now):
+                self._fail(error)
+        if self._reload_asked and self._state == "ready" and self._turnover.change.over:
+            self._reload_asked = False
+            self._reload_unasked([])
         self._report(now)
         if now >= self._next_look:
             # a master that was frozen itself gives its workers a second to tick
             if now - self._next_look < LOOK:
-                self._survive(lambda: self._fleet.look(now))
+                self._survive(lambda: self._look(now))
+            self._oom.look(now)
             self._control.expire(now)
             self._next_look = now + LOOK
             for child in self._children.values():
                 if child.role != "worker" and child.kill_at is not None and now >= child.kill_at:
                     child.kill(signal.SIGKILL)
 
+    def _look(self, now: float) -> None:
+        self._fleet.look(now)
+        if self._state != "ready" or not self._turnover.change.over or self._turnover.serving is None:
+            return
+        if changed := self._watch.look(self._turnover.serving.wanted, now):
+            self._log.info("model files have changed", models=", ".join(changed))
+            self._reload_unasked(changed)
+        else:
+            self._fleet.recycle_due(now)
+
     def _report(self, now: float) -> None:
-        self._reporting.write(self._state, self._generation.number, self._fleet.slots)
+        serving = self._turnover.serving
+        number = serving.number if serving is not None else 1
+        self._reporting.write(self._state, number, self._fleet.slots, self._fleet.rows.high)
+        self._supervisor.turn(now, self._state, self._children.values(), reload_waits=self._reload_asked)
         if self._state == "stopping":
             self._reporting.dismiss(self._children.values(), now)
         elif child := self._reporting.serve(now):
@@ -170,7 +211,7 @@ class Master:
             self._log.crash("the master goes on after a fault", e)
 
     def _patience(self) -> float:
-        moments = [self._next_look]
+        moments = [self._next_look, self._supervisor.due]
         if self._state in ("starting", "ready") and (moment := self._fleet.next_due()) is not None:
             moments.append(moment)
         return max(0.0, min(moments) - time.monotonic())
@@ -194,13 +235,16 @@ class Master:
                 self._log.reopen()
                 for child in (*self._unborn, *self._children.values()):
                     child.send({"command": "reopen"})
-            case signal.SIGHUP | signal.SIGUSR2:
+            case signal.SIGHUP:
+                self._reload_asked = True
+                self._supervisor.reloading()
+            case signal.SIGUSR2:
                 self._log.warning("signal is not supported yet, nothing changes", signal=number.name)
 
     def _reap(self, now: float) -> None:
         while True:
             try:
-                pid, code = os.waitpid(-1, os.WNOHANG)
+                pid, code, usage = os.wait4(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:
@@ -214,17 +258,13 @@ class Master:
                 if not child.closed:  # a grandchild holds the other end
                     self._selector.unregister(child.channel)
                 child.channel.close()
+                self._oom.judge(child, code, now, usage.ru_maxrss * 1024)
                 self._left(child, code, now)
 
     def _left(self, child: Child, code: int, now: float) -> None:
-        if child.role == "loader":
-            self._generation.loader_left(child, code)
-            if self._state == "loading":
-                self._load()
-            return
         stopping = self._state == "stopping"
-        if child.role == "template":
-            error = self._fleet.nursery.left(child, code, now, started=self._fleet.up or stopping)
+        if child.role in ("loader", "template"):
+            error = self._turnover.left(child, code, now)
         elif child.role == "telemetry":
             self._reporting.left(child, code, now)
             return
@@ -254,15 +294,13 @@ class Master:
                     self._unborn.remove(child)
                     child.pid = int(message["pid"])
                     self._children[child.pid] = child
-                case "ready" | "unfit" if child.role == "template":
-                    self._fleet.nursery.hear(message)
+                case _ if child.role in ("loader", "template"):
+                    self._turnover.hear(child, message)
                 case "ready" if child.role == "worker":
                     if self._fleet.ready(child, time.monotonic()) and self._state == "starting":
                         self._ready()
                 case "leaving" if self._state != "stopping":
                     self._fleet.asks_to_leave(child, time.monotonic())
-                case "done" if self._state == "loading":
-                    self._generation.published(child, message)
         if child.closed and child in self._unborn:  # it was never forked, or died before its first word
             self._unborn.remove(child)
             child.channel.close()
@@ -270,24 +308,18 @@ class Master:
 
     # starting
 
-    def _load(self) -> None:
-        loader = None if self._generation.error else self._generation.load_next()
-        if self._generation.error is not None:
-            self._fail(self._generation.error)
-        elif loader is not None:
-            self._add(loader)
-            self._notify.status(f"loading {self._generation.loading}")
-        else:
-            self._reporting.models(self._generation.number, self._generation.models)
-            self._fleet.serve(self._generation.number, self._generation.models)
+    def _look_at_start(self) -> None:
+        turnover = self._turnover
+        if turnover.error is not None:
+            self._fail(turnover.error)
+        elif turnover.serving is not None:
             self._state = "starting"
-            self._notify.status("starting workers")
 
     def _ready(self) -> None:
         server = self._config.server
         self._state = "ready"
-        self._log.info("READY", bind=self._fleet.address, unix=server.unix, control=server.control)
-        self._notify.ready(f"serving {', '.join(model.name for model in self._generation.models)}")
+        self._log.info("READY", bind=self._fleet.address, unix=self._house.unix_path, control=server.control)
+        self._supervisor.ready()
 
     def _fail(self, error: PreforkError) -> None:
         self._error = error
@@ -298,14 +330,21 @@ class Master:
     def _scale_by(self, step: int) -> None:
         wanted = sum(slot.wanted for slot in self._fleet.slots)
         try:
-            self._scale_to(wanted + step)
+            self.scale(wanted + step)
         except PreforkError as e:
             self._log.warning("scaling refused", reason=e)
 
-    def _scale_to(self, count: int) -> None:
+    def scale(self, count: int) -> None:
+        """Raises InvalidArgument, FailedPrecondition or ResourceExhausted."""
         if self._state == "stopping":
             raise FailedPrecondition("the server is stopping")
+        if count > len(self._fleet.slots):
+            preflight.grow(self._config, count)
         self._fleet.scale_to(count, time.monotonic())
+
+    def stop(self, why: str) -> None:
+        """Stop gracefully."""
+        self._stop(why, quick=False)
 
     def _stop(self, why: str, *, quick: bool) -> None:
         again = self._state == "stopping"
@@ -313,38 +352,26 @@ class Master:
             return
         self._log.info("stopping", why=why, quick=quick)
         self._state = "stopping"
-        self._notify.stopping()
+        self._supervisor.stopping(quick=quick)
         self._house.unlink_public()
-        for child in self._children.values():
-            if child.role == "loader":
-                child.kill(signal.SIGKILL)
+        self._turnover.stop()
         self._fleet.stop(time.monotonic(), quick=quick, again=again)
 
-    # control
+    # changes and control
 
-    def _answer(self, request: control.Request) -> dict[str, Any]:
-        match request.command:
-            case "status":
-                return self._status()
-            case "segments":
-                return {"segments": [status.segment_row(info) for info in sweep.list_segments()]}
-            case "scale":
-                count = request.integer("workers", 1, MAX_SLOTS)
-                self._scale_to(count)
-                return {"workers": count}
-            case "stop":
-                self._stop("prefork-ctl stop", quick=False)
-                return {}
-            case "reload":
-                raise FailedPrecondition("reload is not supported yet; restart the server to serve another model")
-        raise InvalidArgument(f"command {request.command!r} is unknown; expected status, segments, scale or stop")
+    def _reload_unasked(self, names: Sequence[str]) -> None:
+        try:
+            self.reload(names, 1.0, math.inf)
+        except PreforkError as e:
+            self._log.error("reload refused", reason=e)
 
-    def _status(self) -> dict[str, Any]:
-        bind, nursery = [] if self._state == "stopping" else [self._fleet.address], self._fleet.nursery
-        return {
-            **status.server(self._config, self._state, self._fleet.restarts, bind),
-            "workers": [status.worker_row(slot, self._fleet.board) for slot in self._fleet.slots],
-            "models": [status.model_row(model, self._generation.number) for model in self._generation.models],
-            "loading": self._generation.loading,
-            "template": status.template_row(nursery.state, nursery.reason, nursery.template),
-        }
+    def reload(self, names: Sequence[str], share: float, hold: float) -> Change:
+        """Serve the models of the configuration as its sources have it now, loaded anew; or only those of `names`.
+
+        Raises ConfigError, FailedPrecondition or NotFound; nothing has changed then."""
+        if self._state != "ready":
+            raise FailedPrecondition(f"reload: the server is {self._state}, expected ready")
+        found = self._reread()
+        if ignored := effective.differing(self._asked, found):
+            self._log.warning("changed but read at a start only", keys=", ".join(ignored))
+        return self._turnover.reload(found.models, names, share, hold)

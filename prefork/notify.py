@@ -1,14 +1,17 @@
 """Telling systemd how we are: the sd_notify protocol, datagrams to the socket named in NOTIFY_SOCKET.
 
 A leaf for the master; does nothing when the variable is unset and never raises, because a service must not die of its
-supervisor's deafness. Source: sd_notify(3).
+supervisor's deafness. Source: sd_notify(3); for a reload systemd.service(5), Type=notify-reload.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Mapping
+
+MANAGER = 1  # the pid of a service manager, or of ourselves in a namespace whose pids mean nothing to it
 
 
 class Notifier:
@@ -27,27 +30,38 @@ class Notifier:
         return bool(self._address)
 
     def ready(self, status: str = "") -> bool:
-        """READY=1: every worker has answered its warm-up."""
-        return self.send(READY="1", **({"STATUS": status} if status else {}))
+        """READY=1: every worker has answered its warm-up, or a reload has come to its end, good or bad."""
+        return self.send(READY="1", **_main_pid(os.getpid()), **({"STATUS": status} if status else {}))
+
+    def reloading(self, status: str = "") -> bool:
+        """RELOADING=1: a reload has begun, and `ready` will tell its end. The moment lets the supervisor see that this
+        answers its own signal and no earlier one."""
+        now = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+        return self.send(RELOADING="1", MONOTONIC_USEC=str(now), **({"STATUS": status} if status else {}))
+
+    def main_pid(self, pid: int) -> bool:
+        """From now on `pid` is the service: for a master that hands over to another before it leaves."""
+        return self.send(**_main_pid(pid))
 
     def status(self, text: str) -> bool:
         """One line for `systemctl status`."""
         return self.send(STATUS=text)
 
-    def stopping(self) -> bool:
-        return self.send(STOPPING="1")
+    def stopping(self, seconds: float) -> bool:
+        """STOPPING=1: we leave, which takes at most so long."""
+        return self.send(STOPPING="1", **_extension(seconds))
 
     def watchdog(self) -> bool:
         return self.send(WATCHDOG="1")
 
     def extend(self, seconds: float) -> bool:
-        """Ask for that much more time to start or stop."""
-        return self.send(EXTEND_TIMEOUT_USEC=str(int(seconds * 1_000_000)))
+        """Ask for that much more time, from now, to start, reload or stop."""
+        return self.send(**_extension(seconds))
 
     def send(self, **variables: str) -> bool:
         """One datagram of assignments; True when the kernel took it. Newlines in a value would begin another
         assignment, so they become spaces."""
-        if not self._address:
+        if not self._address or not variables:
             return False
         text = "\n".join(f"{name}={' '.join(value.splitlines())}" for name, value in variables.items())
         try:
@@ -58,10 +72,18 @@ class Notifier:
         return True
 
 
+def _main_pid(pid: int) -> dict[str, str]:
+    return {"MAINPID": str(pid)} if pid != MANAGER else {}
+
+
+def _extension(seconds: float) -> dict[str, str]:
+    return {"EXTEND_TIMEOUT_USEC": str(int(seconds * 1_000_000))}
+
+
 def watchdog_seconds(environ: Mapping[str, str], pid: int) -> float | None:
-    """Half of the interval within which WATCHDOG=1 is expected of process `pid`, or None when it is not
+    """The interval within which WATCHDOG=1 is expected of process `pid`, or None when it is not
     (sd_watchdog_enabled(3))."""
     text, owner = environ.get("WATCHDOG_USEC", ""), environ.get("WATCHDOG_PID", str(pid))
     if not text.isdecimal() or not int(text) or owner != str(pid):
         return None
-    return int(text) / 2_000_000
+    return int(text) / 1_000_000

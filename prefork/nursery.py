@@ -5,7 +5,7 @@ Runs in the master; the other side is template.py. States:
 | state | meaning | workers are |
 |---|---|---|
 | none | nothing to serve yet | not spawned |
-| opening | the template opens and proves the models | waited for at the first start, later forked from the master |
+| opening | the template imports, gets its models, opens and proves them | waited for; later forked from the master |
 | ready | | forked from the template |
 | unfit | it said that forking is not safe (`reason`) | forked from the master, each opening the models itself |
 | dead | it died (`reason`); another is tried at `retry_at` | forked from the master until then |
@@ -13,17 +13,18 @@ Runs in the master; the other side is template.py. States:
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from prefork import child as children
 from prefork import slots
 from prefork.child import Child
 from prefork.errors import PreforkError
-from prefork.jobs import TemplateJob, WorkerJob
+from prefork.jobs import LoadedModel, TemplateJob, WorkerJob
 from prefork.log import Logger
 from prefork.status import boot_error
 
@@ -32,8 +33,8 @@ BIRTH = 5.0  # seconds that a template may take to fork, which takes it millisec
 
 
 class Nursery:
-    """Doors: `open`, `reopen`, `spawn`, `hear`, `look`, `left`, `close`. `waiting`: workers should wait for the
-    template."""
+    """Doors: `open`, `give`, `reopen`, `spawn`, `hear`, `look`, `left`, `close`. `waiting`: workers should wait for
+    the template."""
 
     def __init__(self, log: Logger) -> None:
         self._log = log
@@ -45,7 +46,8 @@ class Nursery:
         self.template: Child | None = None
 
     def open(self, job: TemplateJob) -> Child | None:
-        """Spawn the template of a generation; None when the kernel gives no process."""
+        """Spawn the template of a generation, maybe before its models are there; None when the kernel gives no
+        process."""
         self._job = job
         try:
             self.template = children.spawn("template", 0, job.generation, job, job.descriptors)
@@ -56,6 +58,14 @@ class Nursery:
             return None
         self.state = "opening"
         return self.template
+
+    def give(self, models: Sequence[LoadedModel]) -> None:
+        """All models of the generation are loaded. A template that cannot be told is replaced by one that knows."""
+        if self._job is None:
+            return
+        self._job = dataclasses.replace(self._job, models=tuple(models), complete=True)
+        if self.template is not None and not all(self.template.send(message) for message in _models(models)):
+            self.template.kill(signal.SIGKILL)
 
     def forgo(self, reason: str) -> None:
         """Do without a template."""
@@ -84,12 +94,12 @@ class Nursery:
             fds = [theirs.fileno(), *(sock.fileno() for sock in job.listeners.values())]
             if job.unix is not None:
                 fds.append(job.unix.fileno())
-            message = {"command": "fork", "slots": ",".join(map(str, job.listeners))}
+            message = {"command": "fork", "row": job.row, "slots": ",".join(map(str, job.listeners))}
             if len(fds) > children.MAX_FDS or not self.template.send(message, fds):
                 ours.close()
                 return None
         ours.setblocking(False)
-        return Child("worker", job.slot, job.generation, children.UNBORN, ours)
+        return Child("worker", job.slot, job.generation, children.UNBORN, ours, row=job.row)
 
     def hear(self, message: Mapping[str, Any]) -> None:
         """What the template says."""
@@ -112,7 +122,7 @@ class Nursery:
         if self.state != "unfit" and not child.leaving:
             self.state = "dead"
             self._failures += 1
-            self.reason = str(said["message"]) if said else children.describe_exit(code)
+            self.reason = str(said["message"]) if said else child.how(code)
             self.retry_at = now + max(1.0, slots.delay(self._failures))
             self._log.warning("template died", pid=child.pid, reason=self.reason)
         return None
@@ -126,7 +136,14 @@ class Nursery:
 
     def close(self) -> None:
         """The template is not needed any more; it has nothing to lose."""
+        self.state, self._job = "none", None
         if self.template is not None:
-            self.state = "none"
             self.template.leaving = True
             self.template.kill(signal.SIGKILL)
+
+
+def _models(models: Sequence[LoadedModel]) -> Iterator[dict[str, Any]]:
+    """One message a model, since a message is of bounded length; then the word that there are no more."""
+    for model in models:
+        yield {"command": "model", "name": model.name, "segment": model.ref.to_dict(), "version": model.version}
+    yield {"command": "prove"}

@@ -117,6 +117,16 @@ def choice(*names: str) -> Kind:
     return Kind(" or ".join(names), parse, choices=names)
 
 
+def _flag(text: str) -> bool:
+    found = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    if text.lower() not in found:
+        raise ValueError
+    return found[text.lower()]
+
+
+FLAG = Kind("true or false", _flag, (bool,))
+
+
 def _path(text: str) -> Path:
     if not text or "\0" in text:
         raise ValueError
@@ -179,13 +189,23 @@ def _name(text: str) -> str:
 NAME = Kind("a name of 1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit", _name)
 
 
+_REFERENCE = re.compile(r"(?!__main__:)[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
 def _metric(text: str) -> str:
-    if text not in METRICS and not re.fullmatch(r"(?!__main__:)[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", text):
+    if text not in METRICS and not _REFERENCE.fullmatch(text):
+        raise ValueError
+    return text
+
+
+def _optional_class(text: str) -> str:
+    if text and not _REFERENCE.fullmatch(text):
         raise ValueError
     return text
 
 
 METRICS = ("auto", "top1", "f1", "cosine", "mse")
+OPTIONAL_CLASS = Kind('module:Class, or "" for none', _optional_class)
 METRIC = Kind(f"{', '.join(METRICS)} or module:function", _metric, choices=(*METRICS, "module:function"))
 
 

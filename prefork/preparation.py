@@ -5,12 +5,13 @@ cache has nothing: what it imports costs a second.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from prefork import calibration, handler
 from prefork.config import ModelConfig
 from prefork.errors import ModelError
 from prefork.jobs import LoaderJob
@@ -35,6 +36,8 @@ def read(job: LoaderJob) -> Source:
     source = read_model(job.model.path)
     check = room.check_posix if job.kind == "posix" else room.check_sysv
     check(pack.estimate(source))
+    if job.model.handler:
+        handler.load(job.model.handler)
     return source
 
 
@@ -44,7 +47,7 @@ def prepare(job: LoaderJob, source: Source, place: str, progress: Callable[[str]
         source,
         name=job.model.name,
         quantize=job.model.quantize,
-        gate=gate(job.model),
+        gate=gate(job.model, progress),
         work_dir=job.work_dir,
         warmup=None if job.model.warmup is None else read_warmup(job.model.warmup),
         progress=progress,
@@ -56,7 +59,7 @@ def prepare(job: LoaderJob, source: Source, place: str, progress: Callable[[str]
     return Sections(prepared.weights, graph, replace(prepared.manifest, graph_bytes=len(graph)).to_json())
 
 
-def gate(model: ModelConfig) -> Gate | None:
+def gate(model: ModelConfig, progress: Callable[[str], None]) -> Gate | None:
     """What a search is asked for; None when there is none."""
     if model.quantize != pack.AUTO:
         return None
@@ -64,10 +67,17 @@ def gate(model: ModelConfig) -> Gate | None:
         budget=model.accuracy_budget,
         eval=model.eval,
         calibration=model.calibration,
+        batches=_batches(model, progress) if model.handler else (),
+        giver=f"handler {model.handler!r}: calibration()",
         metric=model.metric,
         min_speedup=model.min_speedup,
         seconds=model.quantize_seconds,
     )
+
+
+def _batches(model: ModelConfig, progress: Callable[[str], None]) -> Iterator[dict[str, Array]]:
+    cls = handler.load(model.handler)
+    yield from calibration.batches(model.handler, cls, model.quantize_seconds or handler.PATIENCE, progress)
 
 
 def read_warmup(path: Path) -> dict[str, Array]:

@@ -46,24 +46,29 @@ class Reporting:
         """Where it listens, as a client would write it."""
         return listener.name_of(self._listener) if self._listener else None
 
-    def write(self, state: str, generation: int, slots: Sequence[Slot]) -> None:
-        """What holds now. `state` is the master's, by its name; also the sign that its loop turns."""
+    def write(self, state: str, generation: int, slots: Sequence[Slot], rows: int) -> None:
+        """What holds now. `state` is the master's, by its name; `rows`: of the scoreboard that workers have had. Also
+        the sign that the master's loop turns."""
         wanted = sum(slot.wanted for slot in slots)
-        self._page.write(MasterState[state.upper()], generation, wanted, len(slots))
+        self._page.write(MasterState[state.upper()], generation, wanted, rows)
         self._page.tick()
 
-    def models(self, generation: int, models: Iterable[LoadedModel]) -> None:
-        """These are served from now on, and no others. To be called before the first worker of them is forked."""
+    def models(self, models: Iterable[LoadedModel], *, only: bool = False) -> None:
+        """These are served from now on; `only`: and no others. To be called before the first worker of them is
+        forked."""
         served = list(models)
         for model in served:
-            if self._page.serve(model.name, generation, model.ref.size, _labels(model)) == OTHER:
+            if self._page.serve(model.name, model.version, model.ref.size, _labels(model)) == OTHER:
                 self._log.warning("no place on the scoreboard, counted as other", model=model.name)
-        self._page.keep(model.name for model in served)
+        if only:
+            self._page.keep(model.name for model in served)
 
-    def restarted(self, child: Child, status: int, *, stalled: bool = False, oom: bool = False) -> None:
+    def restarted(self, child: Child, status: int, *, stalled: bool = False) -> None:
         """A worker is gone and will be replaced. `status`: as waitpid(2) gave it."""
         self._page.restarted(
-            restart_reason(status, ready=child.ready_at is not None, asked=child.leaving, stalled=stalled, oom=oom)
+            restart_reason(
+                status, ready=child.ready_at is not None, asked=child.leaving, stalled=stalled, oom=bool(child.oom)
+            )
         )
 
     def serve(self, now: float) -> Child | None:
@@ -87,7 +92,7 @@ class Reporting:
             self._failures = 0
         self._again(now)
         reason = child.said.get("message") if child.said else None
-        self._log.warning("telemetry died", pid=child.pid, how=children.describe_exit(status), reason=reason)
+        self._log.warning("telemetry died", pid=child.pid, how=child.how(status), reason=reason)
 
     def dismiss(self, left: Iterable[Child], now: float) -> None:
         """The server stops: the process tells so until it is the last of the children `left`."""

@@ -9,6 +9,9 @@ Pure policy over plain values: no fork, no socket call, no clock of its own (cal
 | wanted | leaving | another slot | drains, and is replaced when it has left |
 | not wanted | leaving | another slot | retiring; new connections go to the guardian |
 | not wanted | none | another slot | retired; its socket stays open, so nobody in its queue is lost |
+
+A slot may have a `successor` besides: a worker that comes up on the same listening socket and takes the child's place
+once it is ready; the child leaves then, and the queue is never without a server.
 """
 
 from __future__ import annotations
@@ -25,12 +28,16 @@ GUARDED_DELAY = 1.0  # a slot that waits at least this long has its connections 
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """One place for a worker, with the listening socket that stays with it for ever."""
+    """One place for a worker, with the listening socket that stays with it for ever. `generation`: what its next
+    worker serves; `row`: of the scoreboard, its last worker's."""
 
     index: int
     listener: socket.socket
     wanted: bool = True
+    generation: int = 0
+    row: int = -1
     child: Child | None = None
+    successor: Child | None = None
     guardian: int | None = None
     failures: int = 0
     retry_at: float = 0.0
@@ -44,7 +51,7 @@ class Slot:
     def unserved_for(self, now: float) -> float:
         """Seconds that the queue has been waiting for a worker, or is going to."""
         if self.child is None:
-            return self.retry_at - now
+            return now - self.successor.started if self.successor else self.retry_at - now
         return GUARDED_DELAY if self.child.leaving else now - self.child.started
 
     def left(self, now: float, reason: str, *, asked: bool) -> None:
@@ -65,6 +72,27 @@ class Slot:
             self.failures = 0
 
 
+class Rows:
+    """Which rows of the scoreboard have a worker. `high`: rows that ever had one, from the first on."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._taken: set[int] = set()
+        self.high = 0
+
+    def take(self, preferred: int) -> int | None:
+        """A free row, `preferred` if it is one; None when all are taken."""
+        free = [preferred] if preferred >= 0 and preferred not in self._taken else []
+        row = next((row for row in (*free, *range(self._most)) if row not in self._taken), None)
+        if row is not None:
+            self._taken.add(row)
+            self.high = max(self.high, row + 1)
+        return row
+
+    def give(self, row: int) -> None:
+        self._taken.discard(row)
+
+
 def delay(failures: int) -> float:
     """Seconds to wait after `failures` in a row."""
     if failures <= 1:
@@ -74,12 +102,16 @@ def delay(failures: int) -> float:
 
 def due(slots: list[Slot], now: float) -> list[Slot]:
     """Slots whose worker is to be spawned now."""
-    return [slot for slot in slots if slot.wanted and slot.child is None and slot.retry_at <= now]
+    return [slot for slot in slots if slot.wanted and _empty(slot) and slot.retry_at <= now]
 
 
 def next_due(slots: list[Slot]) -> float | None:
     """When the next spawn is due; None when every wanted slot has its worker."""
-    return min((slot.retry_at for slot in slots if slot.wanted and slot.child is None), default=None)
+    return min((slot.retry_at for slot in slots if slot.wanted and _empty(slot)), default=None)
+
+
+def _empty(slot: Slot) -> bool:
+    return slot.child is None and slot.successor is None
 
 
 def unguarded(slots: list[Slot], now: float) -> list[Slot]:

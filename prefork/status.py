@@ -29,15 +29,15 @@ def boot_error(who: str, reason: str, exit_code: int) -> BootError:
     return BootError(f"{who} does not come up: {reason}", exit_code)
 
 
-def server(config: Config, state: str, restarts: int, bind: list[str]) -> dict[str, Any]:
-    """Identity and state of the master."""
+def server(config: Config, state: str, restarts: int, bind: list[str], unix: str | None) -> dict[str, Any]:
+    """Identity and state of the master. `unix`: the path of the Unix socket."""
     return {
         "pid": os.getpid(),
         "version": prefork.__version__,
         "state": state,
         "restarts": restarts,
         "bind": bind,
-        "unix": str(config.server.unix) if config.server.unix else None,
+        "unix": unix,
         "shm": config.server.shm,
         "pss_bytes": pss(os.getpid()),
     }
@@ -46,7 +46,7 @@ def server(config: Config, state: str, restarts: int, bind: list[str]) -> dict[s
 def worker_row(slot: Slot, board: Scoreboard) -> dict[str, Any]:
     """One slot. `pss_bytes` is read from the kernel now and costs a few milliseconds for a large model."""
     child = slot.child
-    reading = board.read(slot.index)
+    reading = board.read(child.row) if child else None
     row: dict[str, Any] = {
         "slot": slot.index,
         "state": _state(slot),
@@ -57,9 +57,11 @@ def worker_row(slot: Slot, board: Scoreboard) -> dict[str, Any]:
         "restarts": slot.restarts,
         "reason": slot.reason,
         "guardian": slot.guardian,
+        "successor": (slot.successor.pid or None) if slot.successor else None,
     }
     counters = ("requests", "replies_ok", "in_flight", "queue_depth", "connections", "dropped", "refused")
-    return {**row, **{name: reading.values[name] for name in counters}, "errors": sum(reading.errors)}
+    counted = {name: reading.values[name] if reading else 0 for name in counters}
+    return {**row, **counted, "errors": sum(reading.errors) if reading else 0}
 
 
 def _state(slot: Slot) -> str:
@@ -70,16 +72,22 @@ def _state(slot: Slot) -> str:
     return "ready" if slot.ready else "starting"
 
 
+def leaving_row(child: Child) -> dict[str, Any]:
+    """A worker whose successor has its slot already."""
+    return {"pid": child.pid, "slot": child.slot, "generation": child.generation}
+
+
 def template_row(state: str, reason: str, template: Child | None) -> dict[str, Any]:
     """Where workers are forked from."""
     pid = template.pid if template else None
     return {"state": state, "reason": reason, "pid": pid, "pss_bytes": pss(pid) if pid else None}
 
 
-def model_row(model: LoadedModel, generation: int) -> dict[str, Any]:
+def model_row(model: LoadedModel) -> dict[str, Any]:
+    """`generation`: the one that loaded it, which is its version for clients."""
     return {
         "name": model.name,
-        "generation": generation,
+        "generation": model.version,
         "segment": {"kind": model.ref.kind, "name": model.ref.name, "size": model.ref.size},
         **model.report,
     }

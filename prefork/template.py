@@ -19,6 +19,7 @@ import socket
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,7 +27,8 @@ from prefork import attach, worker
 from prefork.channel import Channel
 from prefork.child import CRASH, PR_SET_PDEATHSIG, prctl, report_failure
 from prefork.errors import PreforkError
-from prefork.jobs import TemplateJob, WorkerJob
+from prefork.jobs import LoadedModel, TemplateJob, WorkerJob
+from prefork.shm.segment import SegmentRef
 
 PROOF_SECONDS = 60.0  # for one forked child to answer every warm-up; it takes milliseconds or for ever
 
@@ -38,10 +40,12 @@ class Unfit(PreforkError):
 def main(channel: socket.socket, job: TemplateJob) -> int:
     """Open, warm, prove, then fork until the master lets go. Raises PreforkError when a model cannot be opened."""
     log = job.log.for_role("template", generation=job.generation)
+    line = Channel(channel)
+    if not job.complete:
+        job = replace(job, models=_await_models(line), complete=True)
     ready = attach.make_ready(job.models, job.config, job.scratch)
     for note in ready.notes:
         log.warning("no warm-up", reason=note)
-    line = Channel(channel)
     try:
         prove(ready)
     except Unfit as e:
@@ -63,6 +67,23 @@ def main(channel: socket.socket, job: TemplateJob) -> int:
             for fd in fds:
                 os.close(fd)
     return 0
+
+
+def _await_models(line: Channel) -> tuple[LoadedModel, ...]:
+    """What the master tells when its loaders are done. All that this process imports has been imported meanwhile."""
+    models: list[LoadedModel] = []
+    poll = select.poll()
+    poll.register(line.fileno(), select.POLLIN)
+    while not line.closed:
+        poll.poll()
+        for message, _ in line.receive(1):
+            match message["command"]:
+                case "model":
+                    ref = SegmentRef.from_dict(message["segment"])
+                    models.append(LoadedModel(str(message["name"]), ref, {}, int(message["version"])))
+                case "prove":
+                    return tuple(models)
+    os._exit(0)
 
 
 def prove(ready: attach.Ready) -> None:
@@ -128,7 +149,7 @@ def _become_worker(
         if hello.closed:  # the master has given us up meanwhile, and may have another in our slot
             os._exit(0)
         ours = _worker_job(job, message, fds[1:])
-        ours.scoreboard.slot(ours.slot).begin(os.getpid(), ours.generation)
+        ours.scoreboard.slot(ours.row).begin(os.getpid(), ours.generation)
         code = worker.run(line, ours, ready)
     except PreforkError as e:
         code = e.exit_code
@@ -157,6 +178,6 @@ def _worker_job(job: TemplateJob, message: Mapping[str, object], fds: list[int])
     sockets = [socket.socket(fileno=fd) for fd in fds]
     listeners = dict(zip(slots, sockets, strict=False))
     return WorkerJob(
-        job.log, job.config, slots[0], job.generation, job.models, listeners,
+        job.log, job.config, slots[0], int(str(message["row"])), job.generation, job.models, listeners,
         sockets[len(slots)] if len(sockets) > len(slots) else None, job.scoreboard, job.scratch,
     )  # fmt: skip

@@ -8,6 +8,7 @@ It leaves on the master's word, on SIGTERM, or with the master.
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import math
 import os
@@ -43,7 +44,7 @@ GC_THRESHOLD = 20_000  # requests make no cycles; frequent collections would onl
 
 def main(channel: socket.socket, job: WorkerJob) -> int:
     """Serve until told to leave; the exit code. Raises PreforkError when it cannot begin."""
-    job.scoreboard.slot(job.slot).begin(os.getpid(), job.generation)
+    job.scoreboard.slot(job.row).begin(os.getpid(), job.generation)
     ready = attach.make_ready(job.models, job.config, job.scratch)
     for note in ready.notes:
         job.log.for_role("worker", slot=job.slot).warning("no warm-up", reason=note)
@@ -57,6 +58,15 @@ def run(channel: socket.socket, job: WorkerJob, ready: attach.Ready) -> int:
     gc.set_threshold(GC_THRESHOLD, 20, 50)
     loop = uvloop.new_event_loop()
     return loop.run_until_complete(Worker(loop, channel, job, ready).serve())
+
+
+def descriptor_left() -> bool:
+    """Whether one more file can be opened, by this process (RLIMIT_NOFILE) and on this machine (fs.file-max)."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as e:
+        return e.errno not in (errno.EMFILE, errno.ENFILE)
+    return True
 
 
 class Worker:
@@ -74,15 +84,15 @@ class Worker:
         self._loop = loop
         self._job = job
         self._log = job.log.for_role("worker", slot=job.slot)
-        self._slot = job.scoreboard.slot(job.slot)
+        self._slot = job.scoreboard.slot(job.row)
         self._costs = costs
         self._channel = Channel(channel)
-        version = str(job.generation)
+        versions = {model.name: str(model.version) for model in job.models}
         words = self._slot.words
         self._scheduler = Scheduler(
             loop,
             opened.sessions,
-            version,
+            versions,
             Admission(limits.max_in_flight, limits.max_in_flight_bytes),
             costs,
             words,
@@ -91,13 +101,15 @@ class Worker:
             self._fault,
         )
         self._service = Service(
-            opened.sessions, version, limits, wire_limits, self._scheduler, words, self._fault,
+            opened.sessions, versions, limits, wire_limits, self._scheduler, words, self._fault,
             job.scoreboard.answer_rows(),
         )  # fmt: skip
         self._listening: dict[int, tuple[socket.socket, asyncio.AbstractServer | None]] = {}
         self._leave: asyncio.Future[str] = loop.create_future()
+        self._kept: list[str] = []  # queues that a service manager keeps when the server goes
         self._ticks = 0
         self._progress = (0, 0)
+        self._resting = False  # no descriptor is left, so nobody listens
         self._end = math.inf  # when to stop waiting for anybody
 
     async def serve(self) -> int:
@@ -134,6 +146,7 @@ class Worker:
                 case "reopen":
                     self._log.reopen()
                 case "retire" | "shutdown" | "quit" as how:
+                    self._kept = str(message.get("kept", "")).split(",")
                     self._ask(how)
         if self._channel.closed:  # the master is dead, and PR_SET_PDEATHSIG is about to say so
             os._exit(0)
@@ -143,6 +156,9 @@ class Worker:
             self._leave.set_result(how)
         elif how == "quit":
             self._quit()
+        elif how == "shutdown":  # nobody is there any more to take what a retiring worker's clients ask
+            self._service.drain()
+            self._service.changed.set()
 
     def _fault(self, error: Exception) -> None:
         self._log.crash("request failed inside the server", error)
@@ -169,7 +185,9 @@ class Worker:
         dup = sock.dup()  # the loop closes what it is given; the sweep at the end needs one more
         server: asyncio.AbstractServer
         if sock.family == socket.AF_UNIX:
-            server = await self._loop.create_unix_server(make, sock=dup, backlog=backlog)
+            # from Python 3.13 on the loop would unlink the path with the first worker that leaves
+            kept: dict[str, Any] = {"cleanup_socket": False}
+            server = await self._loop.create_unix_server(make, sock=dup, backlog=backlog, **kept)
         else:
             server = await self._loop.create_server(make, sock=dup, backlog=backlog)
         if self._listening.get(index) == (sock, None):
@@ -183,6 +201,23 @@ class Worker:
             if server is not None:
                 server.close()
             sock.close()
+
+    def _rest(self) -> None:
+        """Listen only while a descriptor is left: without, libuv accepts to hang up, or turns in vain. Who waits in the
+        kernel's queue is served as soon as others have left."""
+        if self._resting is not descriptor_left():
+            return
+        self._resting = not self._resting
+        for index, (sock, server) in list(self._listening.items()):
+            if self._resting and server is not None:
+                server.close()
+                self._listening[index] = (sock, None)
+            elif not self._resting and server is None:
+                self._loop.create_task(self._listen(index, sock))
+        if self._resting:
+            self._log.warning("no descriptor is left, not listening", connections=len(self._service.clients))
+        else:
+            self._log.info("listening again")
 
     async def _sweep(self) -> None:
         """Take the connections that still wait in the queues, to tell them that the server goes."""
@@ -209,6 +244,7 @@ class Worker:
         self._progress = progress
         self._count()
         self._service.now = time.monotonic()
+        self._rest()
         self._ticks += 1
         if self._ticks % AGE_TICKS == 0:
             self._service.look()
@@ -227,16 +263,19 @@ class Worker:
     # the end
 
     async def _drain(self, how: str) -> None:
-        """retire: others take the sockets. shutdown: the server goes, so the queues are swept. quit: at once."""
-        if how == "retire":
-            for index in list(self._listening):
+        """retire: others take the sockets. shutdown: the server goes, so the queues are swept, unless a service manager
+        keeps them for the next one. quit: at once."""
+        for index in list(self._listening):
+            if how == "retire" or ("unix" if index == UNIX else "slots") in self._kept:
                 self._deafen(index)
+        end = time.monotonic() + self._job.config.server.graceful_timeout
+        if how == "retire":
+            await self._retire(end)
         self._service.drain()
         if how != "retire":
             await self._sweep()
         if how == "quit":
             self._quit()
-        end = time.monotonic() + self._job.config.server.graceful_timeout
         await self._until(end, lambda: not self._scheduler.held)
         self._scheduler.close()
         await self._until(end, lambda: not self._service.unsent)
@@ -244,6 +283,18 @@ class Worker:
         for client in list(self._service.clients):
             client.stop()
         await self._until(time.monotonic() + FLUSH, lambda: not self._service.clients)
+
+    async def _retire(self, end: float) -> None:
+        """Serve the clients that have connections until they have gone elsewhere, or have been quiet for long enough to
+        have heard that they should."""
+        service = self._service
+        service.retire()
+
+        def gone() -> bool:
+            service.see_off(GOAWAY_GRACE)
+            return not service.clients or service.draining
+
+        await self._until(end, gone)
 
     def _quit(self) -> None:
         """Answer all that is in flight and let it leave; what the lane is in is not waited for."""

@@ -147,6 +147,7 @@ def test_data_counts_by_content(tmp_path: Path) -> None:
         ("metric", "f1"),
         ("min_speedup", 2.0),
         ("quantize_seconds", 9.0),
+        ("handler", "nowhere:C"),
     ],
 )
 def test_every_option_of_the_search_is_another_key_where_there_is_one(name: str, value: object) -> None:

@@ -56,6 +56,7 @@ def test_every_key_has_a_flag_that_reaches_it(tmp_path: Path) -> None:
         "bind": ":1",
         "metrics_bind": ":2",
         "shm": "sysv",
+        "keep_previous": "off",
         "run_in": "thread",
         "log_level": "error",
         "log_format": "json",
@@ -87,6 +88,7 @@ def test_flags_of_the_search_reach_every_model(tmp_path: Path) -> None:
     for name in ("a.onnx", "b.onnx", "e.npz"):
         (tmp_path / name).write_bytes(b"\x08\x08")
     texts = {"quantize": "auto", "metric": "f1", "eval": f"{tmp_path}/e.npz", "calibration": f"{tmp_path}/e.npz"}
+    texts["handler"] = "owners:C"
     argv = [f"{entry.flag}={texts.get(entry.flat, '0.25')}" for entry in common()]
     config = configure(parse([f"{tmp_path}/a.onnx", f"{tmp_path}/b.onnx", *argv]), {})
     for model in config.models:

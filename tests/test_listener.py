@@ -25,8 +25,8 @@ def test_slots_share_one_port_that_the_kernel_chose() -> None:
     ports = {sock.getsockname()[1] for sock in sockets}
     assert len(sockets) == 4 and len(ports) == 1 and 0 not in ports
     assert all(not sock.getblocking() and not sock.get_inheritable() for sock in sockets)
-    grown = listener.grow_tcp(sockets[0], 16)
-    assert grown.getsockname() == sockets[0].getsockname()
+    grown, own = listener.grow(sockets[0], 16)
+    assert own and grown.getsockname() == sockets[0].getsockname()
     close(grown, *sockets)
 
 
@@ -63,6 +63,53 @@ def test_an_address_that_is_not_ours(address: str) -> None:
         listener.open_tcp(address, 2, 16)
 
 
+def test_a_queue_without_a_group_is_shared(tmp_path: Path) -> None:
+    alone = socket.create_server(("127.0.0.1", 0))
+    unix = listener.open_unix(tmp_path / "s", 16)
+    for sock in (alone, unix):
+        grown, own = listener.grow(sock, 16)
+        assert not own and grown.getsockname() == sock.getsockname()
+        sock.close()
+        with socket.socket(grown.family, socket.SOCK_STREAM) as client:
+            client.connect(grown.getsockname())
+            client.setblocking(True)
+            grown.setblocking(True)
+            grown.accept()[0].close()
+        grown.close()
+
+
+def test_the_group_of_another_user_cannot_be_joined() -> None:
+    if os.geteuid():
+        pytest.skip("needs root")
+    theirs = socket.socket()
+    os.fchown(theirs.fileno(), 65534, 65534)  # whose group it becomes goes by the owner of the socket's inode
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    theirs.bind(("127.0.0.1", 0))
+    theirs.listen()
+    grown, own = listener.grow(theirs, 16)
+    assert not own
+    close(grown, theirs)
+
+
+def test_a_group_is_of_one_kind_of_ipv6() -> None:
+    like = socket.socket(socket.AF_INET6)
+    try:
+        like.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        like.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        like.bind(("::", 0))
+    except OSError:
+        pytest.skip("no IPv6 here")
+    grown, own = listener.grow(like, 16)
+    assert own and grown.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY) == 1
+    close(grown, like)
+
+
+def test_an_abstract_unix_socket_has_a_name() -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(b"\0prefork-test-" + str(os.getpid()).encode())
+        assert listener.name_of(sock) == f"unix:@prefork-test-{os.getpid()}"
+
+
 def test_a_privileged_port_needs_the_privilege() -> None:
     if os.geteuid() == 0:
         pytest.skip("root may")
@@ -77,7 +124,8 @@ def test_ipv6() -> None:
         pytest.skip("no IPv6 here")
     name = listener.name_of(sock)
     assert name.startswith("[::1]:") and not name.endswith(":0")
-    grown = listener.grow_tcp(sock, 16)
+    grown, own = listener.grow(sock, 16)
+    assert own
     close(sock, grown)
 
 

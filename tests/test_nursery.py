@@ -47,7 +47,7 @@ def job(tmp_path: Path) -> Iterator[WorkerJob]:
     with socket.socket() as one, socket.socket() as two, socket.socket(socket.AF_UNIX) as unix:
         config = cast(Config, None)  # what a fork request does not carry
         log = setup(file=tmp_path / "log")
-        yield WorkerJob(log, config, 1, 1, (), {1: one, 3: two}, unix, board, tmp_path)
+        yield WorkerJob(log, config, 1, 1, 1, (), {1: one, 3: two}, unix, board, tmp_path)
     board.close()
 
 
@@ -101,7 +101,7 @@ def test_to_kill_an_unborn_child_is_to_close_its_channel(nursery: Nursery, job: 
 def test_more_sockets_than_a_message_carries_are_no_request(nursery: Nursery, job: WorkerJob) -> None:
     nursery.hear({"event": "ready"})
     listeners = dict.fromkeys(range(16), job.listeners[1])
-    many = WorkerJob(job.log, job.config, 1, 1, (), listeners, job.unix, job.scoreboard, job.scratch)
+    many = WorkerJob(job.log, job.config, 1, 1, 1, (), listeners, job.unix, job.scoreboard, job.scratch)
     assert nursery.spawn(many) is None
 
 

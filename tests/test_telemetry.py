@@ -185,14 +185,14 @@ def fetch(address: str | None, path: str) -> int:
 def test_without_an_address_there_is_no_process(tmp_path: Path, log: Logger, board: Scoreboard) -> None:
     reporting = Reporting(config(tmp_path, ""), log, board)
     assert (reporting.bind, reporting.serve(0.0)) == (None, None)
-    reporting.write("loading", 0, [])
+    reporting.write("loading", 0, [], 0)
     assert board.read_master().state is MasterState.LOADING
     reporting.close()
 
 
 def test_the_masters_states_have_words(reporting: Reporting, board: Scoreboard, make_slot: Callable[..., Slot]) -> None:
     for state in ("loading", "starting", "ready", "stopping"):
-        reporting.write(state, 2, [make_slot(0), make_slot(1, wanted=False)])
+        reporting.write(state, 2, [make_slot(0), make_slot(1, wanted=False)], 2)
         reading = board.read_master()
         assert (reading.state.name.lower(), reading.generation, reading.wanted, reading.slots) == (state, 2, 1, 2)
 
@@ -211,13 +211,15 @@ def make_slot() -> Iterator[Callable[..., Slot]]:
 
 
 def test_models_come_and_go(reporting: Reporting, board: Scoreboard) -> None:
-    def loaded(name: str) -> LoadedModel:
+    def loaded(name: str, version: int = 1) -> LoadedModel:
         tried = [{"name": "fp32", "chosen": False}, {"name": "int8", "chosen": True, "delta": 0.0012, "speedup": 2.9}]
         report = {"form": "int8", "origin": "cache", "notes": ["x"], "gate": {"metric": "top-1", "candidates": tried}}
-        return LoadedModel(name, SegmentRef("posix", "secret", 10), report)
+        return LoadedModel(name, SegmentRef("posix", "secret", 10), report, version)
 
-    reporting.models(1, [loaded("a"), loaded("b")])
-    reporting.models(2, [loaded("b")])
+    reporting.models([loaded("a"), loaded("b")])
+    reporting.models([loaded("b", 2)])
+    assert [row.generation for row in board.read_master().models] == [1, 2], "one serves beside the other"
+    reporting.models([loaded("b", 2)], only=True)
     rows = board.read_master().models
     assert [(row.name, row.generation) for row in rows] == [("a", 0), ("b", 2)]
     assert rows[1].labels == {

@@ -51,7 +51,9 @@ def find_form(
         if not study.linear_kinds and not study.convolutions:
             return left_alone(gate, "no operator that would gain from quantization")
         if not study.linear_kinds and not study.half_kernels and given == NOTHING and not gate.batches:
-            return left_alone(gate, "convolutions need real inputs to find ranges by: give --calibration or --eval")
+            return left_alone(
+                gate, "convolutions need real inputs to find ranges by: give --calibration, --eval or --handler"
+            )
         fp32 = trial(quantize.as_it_is(source, folder, progress))
     except ModelError as e:
         return left_alone(gate, f"it cannot be studied: {e.message}")

@@ -1,14 +1,14 @@
-"""An npz of inputs, and labels, as batches that a model runs with. Loader's process; knows neither onnx nor ORT.
+"""Inputs, and labels, of an npz or a handler, as batches that a model runs with. Loader's process; no onnx, no ORT.
 
-It holds one array an input, under its name, with samples along the first axis; `NAME@2` and so on hold further samples
-of other shapes. `labels` (or `labels@2`) holds the truth, one entry a sample. An array that has neither that many
-samples nor any is one value for all runs.
+An npz holds one array an input, under its name, with samples along the first axis; `NAME@2` and so on hold further
+samples of other shapes. `labels` (or `labels@2`) holds the truth, one entry a sample. An array that has neither that
+many samples nor any is one value for all runs.
 """
 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,6 +25,7 @@ Feed: TypeAlias = Mapping[str, Value]
 
 LABELS = "labels"
 BATCH = 8  # samples of one run, where the model leaves the number open
+MAX_ROWS = 32  # samples of one run that came as one batch; more cost memory and are cut
 
 
 class Batches(list[tuple[Feed, int, "Array | None"]]):
@@ -52,6 +53,50 @@ def load(path: Path, specs: Sequence[TensorSpec]) -> Batches:
     if not made:
         raise ModelError(f"data file {str(path)!r}: expected at least one sample, found none")
     return made
+
+
+def fit(batches: Iterable[Mapping[str, Array]], specs: Sequence[TensorSpec], giver: str) -> Batches:
+    """Each batch as one run where the model takes it as it is, else cut as the arrays of a file are. Raises ModelError
+    naming `giver`, the batch, and what does not fit."""
+    made = Batches()
+    for number, batch in enumerate(batches, 1):
+        try:
+            runs = _whole(batch, specs) or _cut(dict(batch), specs)
+            for feed, _, _ in runs:
+                _check_shapes(feed, specs)
+        except (ModelError, ValueError, TypeError, OverflowError) as e:
+            reason = e.message if isinstance(e, ModelError) else str(e)
+            raise ModelError(f"{giver}, batch {number}: {reason}") from None
+        made += runs
+    return made
+
+
+def _check_shapes(feed: Feed, specs: Sequence[TensorSpec]) -> None:
+    for spec in specs:
+        value = feed.get(spec.name)
+        if isinstance(value, np.ndarray) and not _takes(spec, value):
+            wanted = ", ".join(map(str, spec.shape or ()))
+            raise ModelError(f"input {spec.name!r}: expected shape [{wanted}], found {list(value.shape)}")
+
+
+def _whole(batch: Mapping[str, Array], specs: Sequence[TensorSpec]) -> Batches:
+    """The batch as one run; empty when it is none, or too large for one."""
+    known = {spec.name: spec for spec in specs}
+    feed = {name: _typed(known[name], array) for name, array in batch.items() if name in known}
+    rows = rows_of(feed)
+    rest = batch.keys() - known.keys() - {LABELS}
+    if rest or rows > MAX_ROWS or any(spec.required and spec.name not in feed for spec in specs):
+        return Batches()
+    if not all(_takes(known[name], array) for name, array in feed.items()):
+        return Batches()
+    return Batches([(feed, rows, np.asarray(batch[LABELS]) if LABELS in batch and LABELS not in known else None)])
+
+
+def _takes(spec: TensorSpec, array: Array) -> bool:
+    if spec.shape is None:
+        return True
+    fixed = zip(spec.shape, array.shape, strict=False)
+    return len(spec.shape) == array.ndim and all(not isinstance(dim, int) or dim == size for dim, size in fixed)
 
 
 def _cut(group: dict[str, Array], specs: Sequence[TensorSpec]) -> Batches:
@@ -137,3 +182,9 @@ def _part(spec: TensorSpec, array: Array, start: int, step: int, total: int) -> 
     if spec.shape is not None and array.ndim == len(spec.shape) + 1:
         return np.ascontiguousarray(array[start])
     return np.ascontiguousarray(array[start : start + step])
+
+
+def rows_of(feed: Feed) -> int:
+    """Samples of one run: the first axis of its inputs, where most agree on it."""
+    sizes = [value.shape[0] for value in feed.values() if isinstance(value, np.ndarray) and value.ndim > 1]
+    return max(set(sizes), key=sizes.count) if sizes else 1

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefork.model import probe, warmup
-from prefork.model.datafile import BATCH, Batches, Feed, load
+from prefork.model.datafile import BATCH, Batches, Feed, fit, load, rows_of
 from prefork.model.gate import Gate
 from prefork.model.manifest import TensorSpec, Warmup, WarmupInput
 from prefork.tensor import DTYPES, numpy_dtype
@@ -36,6 +36,7 @@ class Data:
     labels: list[Array] | None
     kind: Kind
     words: str
+    giver: str = "the inputs made up"  # whose the evaluation is, for errors
 
     def first(self, count: int) -> Data:
         """With that many runs of the evaluation."""
@@ -64,21 +65,22 @@ def read(gate: Gate, specs: Sequence[TensorSpec]) -> Given:
 
 def gather(
     found: Given,
-    batches: Sequence[Feed],
+    gate: Gate,
     specs: tuple[TensorSpec, ...],
     recipe: Warmup,
     limits: Mapping[str, int],
     runs: Callable[[Feed], bool],
 ) -> Data:
-    """The data that was given, `batches` among the calibration, or generated. `limits`: ids that an input may hold,
-    below; `runs`: whether the model runs with these."""
-    calibration = [*(batch for batch, _, _ in found.calibration), *batches]
+    """The data that was given, the gate's batches among the calibration, or generated. `limits`: ids that an input may
+    hold, below; `runs`: whether the model runs with these. Raises ModelError for a batch that does not fit."""
+    given = Batches([*found.calibration, *fit(gate.batches, specs, gate.giver)])
+    calibration = [batch for batch, _, _ in given]
     evaluation = found.evaluation
     if not evaluation and not calibration:
         return _generated(specs, recipe, limits, runs)
     words = ""
     if not evaluation:
-        evaluation = Batches((batch, rows_of(batch), None) for batch in calibration)
+        evaluation = given
         if len(calibration) > 1:  # what is judged was not seen before
             calibration, evaluation = calibration[0::2], Batches(evaluation[1::2])
             words = ", the half that calibration did not see"
@@ -87,26 +89,26 @@ def gather(
     labelled = all(labels is not None for _, _, labels in evaluation)
     rows = [count for _, count, _ in evaluation]
     if labelled:
-        words = f"task accuracy on {sum(rows)} labelled samples"
+        words = f"task accuracy on {sum(rows)} labelled samples{words}"
     else:
         words = f"agreement with fp32 on {sum(rows)} samples given{words}"
     if not calibration:
         calibration = [batch for batch, _, _ in evaluation[:: max(1, len(evaluation) // 8)]]
         words += ", some of which served as calibration"
     return Data(
-        calibration[:MAX_CALIBRATION],
+        calibration[:: -(-len(calibration) // MAX_CALIBRATION)],  # from all over: data is often sorted
         [batch for batch, _, _ in evaluation],
         rows,
         [labels for _, _, labels in evaluation if labels is not None] if labelled else None,
         "labels" if labelled else "agreement",
         words,
+        _giver(gate),
     )
 
 
-def rows_of(feed: Feed) -> int:
-    """Samples of one run: the first axis of its inputs, where most agree on it."""
-    sizes = [value.shape[0] for value in feed.values() if isinstance(value, np.ndarray) and value.ndim > 1]
-    return max(set(sizes), key=sizes.count) if sizes else 1
+def _giver(gate: Gate) -> str:
+    path = gate.eval or gate.calibration
+    return f"data file {str(path)!r}" if path else gate.giver
 
 
 def _generated(

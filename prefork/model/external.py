@@ -225,11 +225,13 @@ def _has_empty_part(value: str) -> bool:
 
 
 def parse(data: bytes) -> ModelProto:
-    """The model in `data`; raises ModelError when it is none."""
+    """The model in `data`. Raises ModelError when it is none, MemoryError when there is none for it."""
     model = ModelProto()
     try:
         model.ParseFromString(data)
     except Exception as e:  # DecodeError lives in google.protobuf.message, or in the C extension, by version
+        if "alloc failed" in str(e):
+            raise MemoryError(str(e)) from None
         raise ModelError(f"not an ONNX model: {e}") from None
     return model
 

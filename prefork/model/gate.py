@@ -6,7 +6,7 @@ Plain values and decisions only: no model, no clock. What is measured, and how, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -27,15 +27,17 @@ class Gate:
     """What the search is asked for.
 
     `budget`: the relative loss of accuracy that is allowed; 0 leaves fp32. `eval`: an npz of inputs, and `labels` for
-    the metric; `calibration`: an npz of inputs (see evaluate.load); `batches`: calibration inputs that a caller holds
-    already. `metric`: auto, top1, f1, cosine, mse, `module:function`, or a function of outputs by name and labels whose
-    value is the better the higher. `min_speedup`: over optimised fp32; 0 asks for accuracy alone. `seconds`: after them
-    no candidate is begun."""
+    the metric; `calibration`: an npz of inputs (see evidence.load); `batches`: calibration inputs, with `labels` or
+    without, iterated over once and only when there is a search; `giver`: whose they are, for errors. `metric`: auto,
+    top1, f1, cosine, mse, `module:function`, or a function of outputs by name and labels whose value is the better the
+    higher. `min_speedup`: over optimised fp32; 0 asks for accuracy alone. `seconds`: after them no candidate is
+    begun."""
 
     budget: float = 0.005
     eval: Path | None = None
     calibration: Path | None = None
-    batches: Sequence[Mapping[str, Array]] = ()
+    batches: Iterable[Mapping[str, Array]] = ()
+    giver: str = "calibration"
     metric: str | Score = "auto"
     min_speedup: float = 1.05
     seconds: float = 120.0

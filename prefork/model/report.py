@@ -33,6 +33,13 @@ class Step(str):
         return made
 
 
+def judged(one: _Tried) -> str:
+    """One candidate in a line, with its figures."""
+    m = one.measured
+    found = f", loses {max(m.delta, 0):.2%}, {m.speedup:.2f} times as fast as fp32" if m.timings else ""
+    return f"{m.name}: {m.nbytes / 1e6:.1f} MB{found}: {one.refusal or 'passes'}"
+
+
 class _Tried(Protocol):
     @property
     def measured(self) -> Measured: ...

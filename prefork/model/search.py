@@ -22,7 +22,7 @@ from prefork.model.gate import Gate, Measured, Timing, choose, finalists, inaccu
 from prefork.model.manifest import Warmup
 from prefork.model.quantize import Form
 from prefork.model.recipe import Built, Recipe, build
-from prefork.model.report import Step, as_report
+from prefork.model.report import Step, as_report, judged
 from prefork.model.study import Study
 from prefork.model.trial import Trial
 from prefork.value import Value
@@ -30,6 +30,7 @@ from prefork.value import Value
 Try: TypeAlias = Callable[[Form], Trial]
 
 SHARE = 0.06  # of the gate's seconds that one pass of fp32 over the evaluation may take
+STAGES = len(TABLE) + 1  # of the way: the rows, and the finalists
 SLOWEST = 1.0  # seconds of one fp32 run; a shape bucket above it is left out where there is a smaller one
 
 
@@ -61,16 +62,17 @@ class Search:
         self._log = Log()
         self._built: dict[int, Built] = {}
         self._trials: dict[int, Trial] = {}  # of those that passed so far and may win
+        self._index = self._forms_of_row = 0
         study.deadline = self._end
         study.tried = self._log.tried
 
     def run(self, fp32: Trial, recipe: Warmup, given: Given) -> Outcome:
         """Raises ModelError only for what the owner gave: data or a metric that does not fit the model."""
         specs, limits = fp32.session.inputs, self._study.limits
-        data = evidence.gather(given, self._gate.batches, specs, recipe, limits, lambda feed: _runs(fp32, feed))
+        data = evidence.gather(given, self._gate, specs, recipe, limits, lambda feed: _runs(fp32, feed))
         data = self._affordable(fp32, data)
         judge = evaluate.judge(self._gate.metric, data, fp32.session.outputs, self._study.makers)
-        theirs = [_given(fp32, feed) for feed in data.evaluation]
+        theirs = [_given(fp32, feed, data.giver) for feed in data.evaluation]
         judge.measure(theirs, theirs)  # labels that do not fit are the owner's, and are said before any work
         buckets = self._buckets(fp32, evidence.buckets(data, specs, recipe))
         self._study.use(data)
@@ -94,11 +96,21 @@ class Search:
             self._log.stopped = True
             self._log.not_tried.append((row.name, f"no time left of {self._gate.seconds:g} s"))
             return
-        self._progress(Step(f"quantizing: {row.name}", index / len(TABLE)))
+        self._index, self._forms_of_row = index, 0
+        self._progress(Step(f"trying {row.name}", index / STAGES))
         try:
             self._forms(row, bench)
         except Exception as e:  # a candidate that cannot be made is no reason not to serve the model
-            self._log.failed.append((row.name, _reason(e)))
+            self._fail(row, e)
+
+    def _fail(self, row: Row, error: Exception) -> None:
+        self._log.failed.append((row.name, _reason(error)))
+        self._tell(f"{row.name} failed: {_reason(error)}")
+
+    def _tell(self, text: str) -> None:
+        """Of one form of the row at work. How many there will be is not known: each takes half of what is left."""
+        self._forms_of_row += 1
+        self._progress(Step(text, (self._index + 1 - 0.5**self._forms_of_row) / STAGES))
 
     def _forms(self, row: Row, bench: Bench) -> None:
         with contextlib.closing(row.forms(self._study)) as forms:
@@ -119,11 +131,12 @@ class Search:
             trial = self._trial(built.form)
             measured = bench.measure(trial, recipe, built)
         except Exception as e:  # onnxruntime's exceptions share no base class but this one
-            self._log.failed.append((row.name, _reason(e)))
+            self._fail(row, e)
             return None
         accurate = not inaccurate(measured, self._gate.budget)
         self._log.tried.append(Tried(row.name, recipe, measured, refusal(measured, self._gate), accurate))
         self._built[number] = built
+        self._tell(judged(self._log.tried[-1]))
         if not accurate:
             built.form.path.with_suffix(".bin").unlink()
         self._trials[number] = trial
@@ -136,7 +149,7 @@ class Search:
         """Time those that may win once more, side by side: alone, each met another moment of the machine."""
         if len(self._trials) < 2:
             return
-        self._progress(Step("quantizing: timing the finalists", 1.0))
+        self._progress(Step("timing the finalists", len(TABLE) / STAGES))
         numbers = list(self._trials)
         found = bench.time([self._trials[number] for number in numbers])
         for number, timings in zip(numbers, found, strict=True):
@@ -146,7 +159,7 @@ class Search:
 
     def _affordable(self, fp32: Trial, data: Data) -> Data:
         first = data.evaluation[0]
-        _given(fp32, first)
+        _given(fp32, first, data.giver)
         begun = time.perf_counter()
         fp32.run(first)
         once = time.perf_counter() - begun
@@ -195,11 +208,11 @@ class Bench:
         return [tuple(bucket[index] for bucket in found) for index in range(len(trials))]
 
 
-def _given(trial: Trial, feed: Feed) -> list[Value]:
+def _given(trial: Trial, feed: Feed, giver: str) -> list[Value]:
     try:
         return trial.run(feed)
     except PreforkError as e:
-        raise ModelError(f"the evaluation inputs do not run: {e.message}") from None
+        raise ModelError(f"{giver}: these inputs do not run: {e.message}") from None
 
 
 def _runs(trial: Trial, feed: Feed) -> bool:

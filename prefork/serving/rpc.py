@@ -63,7 +63,7 @@ class Connection(Stream):
         service = self.service
         if not service.enter(self):
             self._refuse(ResourceExhausted(f"worker has max_connections {service.limits.max_connections} already"))
-        elif service.draining:
+        elif service.leaving:
             self.go_away()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -250,7 +250,7 @@ class Connection(Stream):
         """The scheduler's answer to a job of this connection."""
         self._jobs.pop(job.request_id, None)
         self.heard = self.service.now
-        if self.service.draining:
+        if self.service.leaving:
             self.service.changed.set()
         self._answer(job.request_id, job.codec, result, job.model)
         if self.state:
@@ -295,12 +295,18 @@ class Connection(Stream):
         return self._reader.buffered
 
     def go_away(self) -> None:
-        """Tell the client that nothing new is taken here; what was accepted is answered."""
+        """Tell the client to take its next requests elsewhere; what was accepted is answered."""
+        self.heard = time.monotonic()
         self.send(encode_frame(Kind.GOAWAY, Codec.NONE, 0))
 
     def stop(self) -> None:
         """End when nothing is in flight any more."""
         self.end(State.ENDING)
+
+    def quiet(self, now: float, patience: float) -> bool:
+        """Whether nothing is outstanding here and nothing has been heard for `patience` seconds."""
+        idle = not self._jobs and not self._held and self._began is None and not self.unsent
+        return self.state is State.OPEN and idle and now - self.heard > patience
 
     def refuse(self, error: StatusError) -> None:
         """End the connection for a reason that is the worker's."""

@@ -64,7 +64,7 @@ class Scheduler:
         self,
         loop: asyncio.AbstractEventLoop,
         models: Mapping[str, Session],
-        version: str,
+        versions: Mapping[str, str],
         admission: Admission,
         costs: Costs,
         words: memoryview,
@@ -74,7 +74,7 @@ class Scheduler:
     ) -> None:
         self._loop = loop
         self._models = models
-        self._version = version
+        self._versions = versions
         self.admission = admission
         self._costs = costs
         self._words = words
@@ -101,7 +101,7 @@ class Scheduler:
 
         `size`: bytes of its body. Raises NotFound."""
         session = self._models.get(request.model_name)
-        if session is None or (request.model_version and request.model_version != self._version):
+        if session is None or (request.model_version and request.model_version != self._versions[request.model_name]):
             raise self._not_found(request)
         if self._run_in == "thread" or (self._run_in == "auto" and not self._costs.cheap(request.model_name, size)):
             return None
@@ -152,10 +152,8 @@ class Scheduler:
         self._lane.close()
 
     def _not_found(self, request: InferRequest) -> NotFound:
-        if request.model_name in self._models:
-            return NotFound(
-                f"model {request.model_name!r} has version {self._version!r}, not {request.model_version!r}"
-            )
+        if version := self._versions.get(request.model_name):
+            return NotFound(f"model {request.model_name!r} has version {version!r}, not {request.model_version!r}")
         names = ", ".join(sorted(self._models))
         return NotFound(f"model {request.model_name!r} is not served here; served: {names}")
 
@@ -166,7 +164,7 @@ class Scheduler:
             return e
         except Exception as e:
             return Internal(f"model {request.model_name!r}: {type(e).__name__}: {e}")
-        return InferReply(request.model_name, outputs, self._version, request.id, parameters)
+        return InferReply(request.model_name, outputs, self._versions[request.model_name], request.id, parameters)
 
     def _run_if_alive(self, job: Job) -> Result | None:
         request = job.request  # read once: the loop may take it away at any moment

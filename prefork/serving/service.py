@@ -60,18 +60,19 @@ class Client(Protocol):
     @property
     def buffered(self) -> int: ...
     def stop(self) -> None: ...
+    def quiet(self, now: float, patience: float) -> bool: ...
     def refuse(self, error: StatusError) -> None: ...
     def abort(self, message: str) -> None: ...
     def check_age(self, now: float) -> None: ...
 
 
 class Service:
-    """`draining` turns true once and stays; `changed` is set when something ends while draining."""
+    """`leaving` and `draining` turn true once and stay; `changed` is set when something ends meanwhile."""
 
     def __init__(
         self,
         models: Mapping[str, Session],
-        version: str,
+        versions: Mapping[str, str],
         limits: Limits,
         wire_limits: WireLimits,
         scheduler: Scheduler,
@@ -87,18 +88,19 @@ class Service:
         self.words = words
         self.rows = rows
         self.log_fault = log_fault
-        self.draining = False
+        self.leaving = False  # clients are asked to go
+        self.draining = False  # and nothing new is taken from them
         self.bytes_in = self.bytes_out = 0  # until the next heartbeat takes them to the scoreboard
         self.now = time.monotonic()  # of the last heartbeat; good enough for idle clients, and free
         self.changed = asyncio.Event()
         self.clients: set[Client] = set()
         self._models = models
-        self._version = version
+        self._versions = versions
         self.answers: Mapping[int, Callable[[Message], Message]] = {
             Kind.MODEL_METADATA: self._model_metadata,
             Kind.MODEL_READY: self._model_ready,
             Kind.SERVER_METADATA: lambda _: ServerMetadata("prefork-serve", prefork.__version__, []),
-            Kind.SERVER_READY: lambda _: Ready(not self.draining),
+            Kind.SERVER_READY: lambda _: Ready(not self.leaving),
             Kind.SERVER_LIVE: lambda _: Ready(True),
         }
 
@@ -139,25 +141,40 @@ class Service:
 
     def drain(self) -> None:
         """Take nothing new from now on and tell every client."""
-        self.draining = True
+        self.leaving = self.draining = True
         for client in list(self.clients):
             client.go_away()
 
+    def retire(self) -> None:
+        """Ask every client to go, and serve it until it has: another worker takes what comes anew.
+
+        A request that crosses the word on its way is answered, so it costs nobody one (as RFC 9113, 6.8 has it)."""
+        self.leaving = True
+        for client in list(self.clients):
+            client.go_away()
+
+    def see_off(self, patience: float) -> None:
+        """End the connections that have been quiet for `patience` seconds since they were asked to go."""
+        now = time.monotonic()
+        for client in list(self.clients):
+            if client.quiet(now, patience):
+                client.stop()
+
     def _has(self, request: ModelRequest) -> bool:
-        return request.name in self._models and request.version in ("", self._version)
+        return request.name in self._models and request.version in ("", self._versions[request.name])
 
     def _model_ready(self, message: Message) -> Ready:
-        return Ready(self._has(_model_request(message)) and not self.draining)
+        return Ready(self._has(_model_request(message)) and not self.leaving)
 
     def _model_metadata(self, message: Message) -> ModelMetadata:
         request = _model_request(message)
         if not self._has(request):
-            served = ", ".join(f"{name} (version {self._version})" for name in sorted(self._models))
+            served = ", ".join(f"{name} (version {version})" for name, version in sorted(self._versions.items()))
             raise NotFound(f"model {request.name!r} version {request.version or 'any'!r} is not served; here: {served}")
         inputs, outputs = self._models[request.name].metadata()
         return ModelMetadata(
             request.name,
-            [self._version],
+            [self._versions[request.name]],
             PLATFORM,
             [TensorMetadata(*described) for described in inputs],
             [TensorMetadata(*described) for described in outputs],

@@ -90,6 +90,8 @@ class Attachment:
         try:
             self.size = os.fstat(fd).st_size
             self._map = mmap.mmap(fd, self.size, prot=mmap.PROT_READ) if self.size else None
+            if self._map is not None:  # once its name is gone, the kernel counts it as memory worth a core
+                self._map.madvise(mmap.MADV_DONTDUMP)
         finally:
             os.close(fd)
         self.view = memoryview(self._map or b"")

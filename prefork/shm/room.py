@@ -19,25 +19,21 @@ _CGROUP = Path("/sys/fs/cgroup")
 _KERNEL = Path("/proc/sys/kernel")
 
 
+Place = tuple[str, int, str]  # what it is, bytes left in it, how to get more
+
+
 def check_posix(size: int) -> None:
     """Raises SegmentFull when /dev/shm or memory has less than `size` bytes left."""
-    stat = os.statvfs(SHM_DIR)
-    _check(
-        size, stat.f_bavail * stat.f_frsize, f"{SHM_DIR} ({_mib(stat.f_blocks * stat.f_frsize)} in all)",
-        "enlarge it (mount -o remount,size=..., docker run --shm-size, a memory-backed emptyDir)",
-    )  # fmt: skip
+    for place in posix():
+        _check(size, *place)
     check_memory(size)
 
 
 def check_sysv(size: int) -> None:
     """Raises SegmentFull when a limit of System V shared memory, proc_sys_kernel(5), or memory is below `size`."""
-    rows = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
-    page = os.sysconf("SC_PAGE_SIZE")
-    taken = sum((int(row.split()[3]) + page - 1) // page for row in rows)
-    _check(size, _sysctl("shmmax"), "kernel.shmmax", "raise it with sysctl -w kernel.shmmax=...")
-    left = max(0, _sysctl("shmall") - taken) * page
-    _check(size, left, "kernel.shmall (a number of pages)", "raise it with sysctl -w kernel.shmall=...")
-    if len(rows) >= _sysctl("shmmni"):
+    for place in sysv():
+        _check(size, *place)
+    if len(rows := _rows()) >= _sysctl("shmmni"):
         raise SegmentFull(
             f"no room for a segment: kernel.shmmni allows {_sysctl('shmmni')} System V segments, {len(rows)} exist; "
             "raise it with sysctl -w kernel.shmmni=..., or remove what ipcs -m shows to be stale"
@@ -47,11 +43,33 @@ def check_sysv(size: int) -> None:
 
 def check_memory(size: int) -> None:
     """Raises SegmentFull when the machine or a memory cgroup around this process has less than `size` bytes left."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = (int(fields["MemAvailable"].split()[0]) + int(fields["SwapFree"].split()[0])) * 1024
-    _check(size, free, "memory and swap of the machine", "free memory or use a smaller model")
+    _check(size, "memory and swap of the machine", machine_memory(), "free memory or use a smaller model")
     for where, left in cgroup_memory():
-        _check(size, left, f"memory cgroup {where}", "raise its memory limit")
+        _check(size, f"memory cgroup {where}", left, "raise its memory limit")
+
+
+def posix() -> Iterator[Place]:
+    """Room for POSIX segments, memory aside. Raises OSError when there is no such mount."""
+    stat = os.statvfs(SHM_DIR)
+    yield (
+        f"{SHM_DIR} ({_mib(stat.f_blocks * stat.f_frsize)} in all)", stat.f_bavail * stat.f_frsize,
+        "enlarge it (mount -o remount,size=..., docker run --shm-size, a memory-backed emptyDir)",
+    )  # fmt: skip
+
+
+def sysv() -> Iterator[Place]:
+    """Room for one System V segment, then for all of them, memory aside."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    taken = sum((int(row.split()[3]) + page - 1) // page for row in _rows())
+    yield "kernel.shmmax", _sysctl("shmmax"), "raise it with sysctl -w kernel.shmmax=..."
+    left = max(0, _sysctl("shmall") - taken) * page
+    yield "kernel.shmall (a number of pages)", left, "raise it with sysctl -w kernel.shmall=..."
+
+
+def machine_memory() -> int:
+    """Bytes that the machine has left, swap included."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return (int(fields["MemAvailable"].split()[0]) + int(fields["SwapFree"].split()[0])) * 1024
 
 
 def cgroup_memory() -> Iterator[tuple[str, int]]:
@@ -82,11 +100,15 @@ def _climb(root: Path, path: str, limit: str, usage: str, droppable: str) -> Ite
             return
 
 
+def _rows() -> list[str]:
+    return Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
+
+
 def _sysctl(name: str) -> int:
     return int((_KERNEL / name).read_text())
 
 
-def _check(needed: int, available: int, what: str, cure: str) -> None:
+def _check(needed: int, what: str, available: int, cure: str) -> None:
     if needed > available:
         raise SegmentFull(
             f"no room for a segment of {_mib(needed)} ({needed} bytes): {what} has {_mib(available)} "

@@ -8,6 +8,8 @@ Nothing here looks into the bytes.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import sys
 from dataclasses import dataclass
@@ -21,6 +23,8 @@ from prefork.shm import room
 KEY_PREFIX = 0x5046  # "PF"
 _MARKED = 0o1000  # SHM_DEST, shmctl(2)
 _TRIES = 100
+
+_libc = ctypes.CDLL(None)
 
 
 class Draft:
@@ -79,6 +83,8 @@ class Attachment:
         self._memory = _attach(name)
         self._idle = sys.getrefcount(self._memory)
         self.size = self._memory.size
+        # a core would hold all of it, for the kernel takes it for anonymous memory; a refusal is no harm
+        _libc.madvise(ctypes.c_void_p(self._memory.address), ctypes.c_size_t(self.size), mmap.MADV_DONTDUMP)
         self.view = memoryview(self._memory).toreadonly()  # the module calls even a read-only attachment writable
 
     def close(self) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from prefork.errors import ModelError
 from prefork.model import evaluate, evidence
-from prefork.model.datafile import Feed, load
+from prefork.model.datafile import BATCH, MAX_ROWS, Feed, fit, load
 from prefork.model.evidence import Data
 from prefork.model.gate import Gate
 from prefork.model.manifest import TensorSpec, Warmup, WarmupInput
@@ -44,7 +45,7 @@ def gathered(
     limits: Mapping[str, int],
     runs: Callable[[Feed], bool],
 ) -> Data:
-    return evidence.gather(evidence.read(gate, specs), gate.batches, specs, recipe, limits, runs)
+    return evidence.gather(evidence.read(gate, specs), gate, specs, recipe, limits, runs)
 
 
 def test_an_open_axis_is_cut_into_batches(tmp_path: Path) -> None:
@@ -106,6 +107,45 @@ def test_what_is_judged_was_not_calibrated_on(tmp_path: Path) -> None:
     assert judged.words.endswith("some of which served as calibration")
     held = gathered(Gate(batches=[{"x": np.zeros((2, 3), np.float32)}]), FREE, recipe, {}, lambda _: True)
     assert (held.kind, held.rows) == ("agreement", [2])
+
+
+def batch(rows: int, **more: Any) -> dict[str, Any]:
+    return {"x": np.zeros((rows, 3), np.float64), **more}
+
+
+def test_a_batch_is_one_run_unless_the_model_wants_it_cut() -> None:
+    held = fit([batch(2), batch(MAX_ROWS)], FREE, "m:C")
+    assert [rows for _, rows, _ in held] == [2, MAX_ROWS]
+    assert held[0][0]["x"].dtype == np.float32
+    large = fit([batch(20, labels=np.arange(20)), batch(40, labels=np.arange(40))], FREE, "m:C")
+    assert [rows for _, rows, _ in large] == [20, *[BATCH] * 5]
+    assert np.concatenate([labels for _, _, labels in large if labels is not None]).tolist() == [*range(20), *range(40)]
+    single = (TensorSpec("x", "tensor", "FP32", (1, 3)),)
+    assert [rows for _, rows, _ in fit([batch(4)], single, "m:C")] == [1] * 4
+
+
+def test_batches_with_labels_are_judged_by_the_half_that_calibration_did_not_see() -> None:
+    recipe = Warmup((WarmupInput("x", "tensor", "FP32", (1, 3), "unit"),))
+    batches = [batch(2, labels=np.array([number, number])) for number in range(6)]
+    found = gathered(Gate(batches=iter(batches)), FREE, recipe, {}, lambda _: True)
+    assert found.kind == "labels" and found.labels is not None
+    assert [labels.tolist() for labels in found.labels] == [[1, 1], [3, 3], [5, 5]]
+    assert found.words == "task accuracy on 6 labelled samples, the half that calibration did not see"
+    assert len(found.calibration) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"y": np.zeros((2, 3))}, "m:C, batch 2: 'y' is none of the model's inputs: x"),
+        ({}, "m:C, batch 2: input 'x' is missing"),
+        ({"x": np.zeros(())}, "m:C, batch 2: input 'x': expected 2 axes, or one more, found 0"),
+        ({"x": np.array([["a", "b", "c"]])}, "m:C, batch 2: input 'x': expected FP32, found <U1"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_named(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        fit([batch(2), given], FREE, "m:C")
 
 
 def test_generated_inputs_respect_tables_and_are_called_weak() -> None:

@@ -21,10 +21,10 @@ def digits() -> tuple[Array, Array]:
     return (found.data / 16).astype(np.float32), found.target.astype(np.int64)
 
 
-def planted() -> ModelProto:
+def planted(factor: float = FACTOR) -> ModelProto:
     """x [batch, 64] -> scores [batch, 10]: two random Relu layers and a read-out by ridge regression.
 
-    Relu commutes with a positive factor, so OUTLIERS channels of the first layer are made FACTOR times as large, and
+    Relu commutes with a positive factor, so OUTLIERS channels of the first layer are made `factor` times as large, and
     the rows of the second that read them as much smaller: the function stays what it was."""
     generator = np.random.default_rng(0)
     images, labels = digits()
@@ -32,8 +32,8 @@ def planted() -> ModelProto:
     second = (generator.standard_normal((WIDTH, WIDTH)) / 16).astype(np.float32)
     hidden = np.maximum(np.maximum(images @ first, 0) @ second, 0).astype(np.float64)
     readout = np.linalg.solve(hidden.T @ hidden + 0.1 * np.eye(WIDTH), hidden.T @ np.eye(10)[labels])
-    first[:, :OUTLIERS] *= FACTOR
-    second[:OUTLIERS] /= FACTOR
+    first[:, :OUTLIERS] *= factor
+    second[:OUTLIERS] /= factor
     names = {"w1": first, "w2": second, "w3": readout.astype(np.float32)}
     nodes = [
         helper.make_node("MatMul", ["x", "w1"], ["a"], "first"),

@@ -147,8 +147,7 @@ def test_a_killed_master_leaves_no_system_v_segment(place: Path) -> None:
 def test_a_master_killed_while_loading_takes_the_loader_along(place: Path) -> None:
     with LogWatch(server := Server(place, "--workers", "1")) as log:
         server.launch()
-        log.wait("loading")
-        (loader,) = until(server, lambda: children_of(server.pid), "a loader")
+        loader = log.wait("loading")["pid"]
         os.kill(server.pid, signal.SIGKILL)
         assert server.process is not None
         server.process.wait()
@@ -161,8 +160,7 @@ def test_a_master_killed_while_loading_takes_the_loader_along(place: Path) -> No
 def test_a_killed_loader_ends_the_start_with_the_reason(place: Path, kind: str) -> None:
     with LogWatch(server := Server(place, "--workers", "1", "--shm", kind)) as log:
         process = server.launch()
-        log.wait("loading")
-        (loader,) = until(server, lambda: children_of(server.pid), "a loader")
+        loader = log.wait("loading")["pid"]
         os.kill(loader, signal.SIGKILL)
         assert process.wait() == 70
     said = (place / "stderr").read_text()

@@ -16,7 +16,7 @@ from prefork.client import Client
 from prefork.errors import Code, Unavailable
 from tests.roles.models import FOR_EVER, rounds, slow
 from tests.roles.server import REPOSITORY, Server
-from tests.roles.watch import LogWatch, children_of, until, until_row, wait_gone
+from tests.roles.watch import LogWatch, until, until_row, wait_gone
 from tests.roles.wire import IMAGE, Wire, digits, infer, live
 
 
@@ -87,8 +87,7 @@ def test_quit_cuts_a_graceful_stop_short(place: Path) -> None:
 def test_term_while_a_model_loads(place: Path) -> None:
     with LogWatch(server := Server(place, "--workers", "1")) as log:
         server.launch()
-        log.wait("loading")
-        (loader,) = until(server, lambda: children_of(server.pid), "a loader")
+        loader = log.wait("loading")["pid"]
         os.kill(loader, signal.SIGSTOP)
         assert server.status()["state"] == "loading" and server.status()["loading"] == "digits"
         assert server.stop() == 0
@@ -115,7 +114,7 @@ def test_term_while_workers_start(place: Path) -> None:
     assert "READY" not in [line["event"] for line in server.log()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGUSR2])
 def test_what_is_not_supported_yet_changes_nothing(demo: Server, number: signal.Signals) -> None:
     before = demo.workers()
     with LogWatch(demo) as log:
@@ -135,8 +134,8 @@ def test_usr1_reopens_the_log_in_every_process(place: Path) -> None:
         until(server, lambda: all(writes_to(pid, server.log_file) for pid in everyone), "the new file in every process")
         assert not any(writes_to(pid, old) for pid in everyone)
         with LogWatch(server) as log:
-            os.kill(server.pid, signal.SIGHUP)
-            log.wait("signal is not supported yet, nothing changes")
+            os.kill(server.pid, signal.SIGTTIN)
+            log.wait("scaled")
         assert "READY" in old.read_text() and "READY" not in server.log_file.read_text()
 
 

@@ -48,7 +48,8 @@ def server(place: Path) -> Iterator[Contained]:
 
 
 def segments() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("prefork-*")}
+    """Of masters whose pid is 1; other servers of this machine come and go."""
+    return {path.name for path in Path("/dev/shm").glob("prefork-1-*")}
 
 
 def serves(server: Contained) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from prefork import control
-from prefork.errors import FailedPrecondition, InvalidArgument
+from prefork.errors import InvalidArgument
 from tests.roles.models import rounds, slow
 from tests.roles.server import REPOSITORY, Server
 from tests.roles.watch import LogWatch, until, until_row, wait_gone
@@ -146,8 +146,3 @@ def test_ctl_scales(server: Server) -> None:
     with LogWatch(server) as log:
         subprocess.run(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, check=True, capture_output=True)
         log.wait("worker ready", slot=2)
-
-
-def test_reload_is_not_yet(server: Server) -> None:
-    with pytest.raises(FailedPrecondition, match="not supported yet"):
-        control.request(server.runtime / "control.sock", "reload")

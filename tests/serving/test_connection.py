@@ -38,11 +38,11 @@ class Bench:
         models = {"digits": session}
         self.faults: list[Exception] = []
         self.scheduler = Scheduler(
-            loop, models, "1", Admission(self.limits.max_in_flight, self.limits.max_in_flight_bytes), Costs(),
-            self.words, run_in, lambda seconds: None, self.faults.append,
+            loop, models, {"digits": "1"}, Admission(self.limits.max_in_flight, self.limits.max_in_flight_bytes),
+            Costs(), self.words, run_in, lambda seconds: None, self.faults.append,
         )  # fmt: skip
         self.service = Service(
-            models, "1", self.limits, self.limits.wire, self.scheduler, self.words, self.faults.append, ROWS
+            models, {"digits": "1"}, self.limits, self.limits.wire, self.scheduler, self.words, self.faults.append, ROWS
         )
         self.loop, self.ours = loop, ours
         self.wire = Wire(theirs)

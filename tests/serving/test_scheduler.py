@@ -79,7 +79,7 @@ class Bench:
         self.observed: list[float] = []
         self.faults: list[Exception] = []
         self.scheduler = Scheduler(
-            loop, {"digits": session}, "1", self.admission, self.costs, self.words, run_in,
+            loop, {"digits": session}, {"digits": "1"}, self.admission, self.costs, self.words, run_in,
             self.observed.append, self.faults.append,
         )  # fmt: skip
         self.owner = Owner()

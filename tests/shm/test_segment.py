@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,14 @@ def test_views_are_read_only(published: SegmentRef) -> None:
         assert view.readonly
         with pytest.raises(TypeError):
             view[0] = 1
+
+
+def test_cores_leave_it_out(published: SegmentRef) -> None:
+    name = published.path or f"/SYSV{0x5046:04x}"
+    with attach(published):
+        entries = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+        read_only = [entry for entry in entries if name in entry and " r--s " in entry.partition("\n")[0]]
+        assert any(re.search(r"^VmFlags:.* dd\b", entry, re.M) for entry in read_only)
 
 
 def test_a_raw_write_kills_the_writer(published: SegmentRef, start: Callable[..., Any]) -> None:

@@ -1,0 +1,63 @@
+"""One change of what the workers serve: what was asked, how far it is, how it ended. Plain values; turnover.py acts.
+
+Runs in the master.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from prefork.config import ModelConfig
+from prefork.errors import NotFound
+
+Kind = Literal["start", "reload", "rollback", "restart"]
+Phase = Literal["loading", "opening", "rolling", "holding", "returning", "done", "failed"]
+
+
+@dataclass(slots=True)
+class Change:
+    """One change, under way or over. `share`: of the slots that moves before it is judged; `hold`: seconds, for ever
+    when infinite; times are monotonic seconds."""
+
+    number: int
+    kind: Kind
+    generation: int
+    began: float
+    phase: Phase = "loading"
+    reason: str = ""
+    share: float = 1.0
+    hold: float = math.inf
+    held_at: float = 0.0
+    losses: int = 0
+    ended: float | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.phase in ("done", "failed")
+
+    def row(self, moved: int, wanted: int) -> dict[str, Any]:
+        """As the control socket tells it."""
+        return {
+            "number": self.number,
+            "kind": self.kind,
+            "generation": self.generation,
+            "phase": self.phase,
+            "reason": self.reason,
+            "moved": moved,
+            "workers": wanted,
+            "seconds": round((self.ended or time.monotonic()) - self.began, 3),
+        }
+
+
+def only(names: Sequence[str], found: Sequence[ModelConfig], serving: Sequence[ModelConfig]) -> list[ModelConfig]:
+    """The models that serve, those of `names` as `found` has them now. Raises NotFound."""
+    known = {model.name: model for model in found}
+    if unknown := [name for name in names if name not in known]:
+        raise NotFound(f"model {unknown[0]!r} is not configured; expected one of {', '.join(map(repr, known))}")
+    wanted = [known[model.name] if model.name in names else model for model in serving]
+    served = {model.name for model in serving}
+    return wanted + [known[name] for name in names if name not in served]

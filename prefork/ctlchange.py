@@ -1,0 +1,58 @@
+"""prefork-ctl's commands that change what is served, and wait until it is so or has failed.
+
+The server only begins a change; how it went is asked for until it is over. Runs in the command's own process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from prefork.errors import DeadlineExceeded, InvalidArgument, PreforkError
+
+LOOK = 0.05  # seconds between questions how far it is
+Ask = Callable[..., Any]
+
+
+class ChangeFailed(PreforkError):
+    """What was served before is served on."""
+
+    exit_code = 1
+
+
+def share(text: str) -> float:
+    """`10%` or `0.1` as a share within (0, 1]. Raises InvalidArgument."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 1:
+        raise InvalidArgument(f"canary: expected a share such as 10% or 0.1, found {text!r}")
+    return value
+
+
+def follow(ask: Ask, command: str, values: Mapping[str, Any], timeout: float, *, wait: bool) -> dict[str, Any]:
+    """Begin the change and wait for its end; its last row. A canary that waits for a word counts as an end.
+
+    Raises ChangeFailed when it failed, DeadlineExceeded when it is not over after `timeout` seconds, and what the
+    server refuses it with."""
+    row: dict[str, Any] = ask(command, **values)
+    number, end = row["number"], time.monotonic() + timeout
+    while wait and row["number"] == number and row["phase"] not in ("done", "failed", "holding"):
+        if time.monotonic() >= end:
+            raise DeadlineExceeded(f"{command} is {row['phase']} after {timeout:g} s; it goes on")
+        time.sleep(LOOK)
+        row = ask("change")
+    if row["number"] != number:
+        raise ChangeFailed(f"{command}: another change followed before its end was seen")
+    if row["phase"] == "failed" and command != "rollback":
+        raise ChangeFailed(f"{command} failed, the models served before are served on: {row['reason']}")
+    return row
+
+
+def view(row: Mapping[str, Any]) -> str:
+    """One line for people."""
+    moved = f"{row.get('moved')} of {row.get('workers')} workers"
+    text = f"{row.get('kind')} {row.get('phase')}: generation {row.get('generation')}, {moved}, {row.get('seconds')} s"
+    return f"{text}: {row['reason']}" if row.get("reason") else text

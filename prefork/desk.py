@@ -1,0 +1,127 @@
+"""The control socket's commands: each a function from a request to a plain answer, found by its name.
+
+Runs in the master, inside its loop: nothing here waits. What takes time (a reload, a restart) is begun, and the
+answer is the change's row; the command `change` tells later how it went.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from prefork import status
+from prefork.change import Change
+from prefork.config import Config
+from prefork.control import Request
+from prefork.errors import FailedPrecondition, InvalidArgument, NotFound
+from prefork.fleet import MAX_SLOTS, Fleet
+from prefork.generation import Generation
+from prefork.shm import sweep
+from prefork.turnover import Turnover
+
+LONGEST = 86400.0 * 7  # seconds that a canary may be looked at
+
+
+class Server(Protocol):
+    """What the commands need of the master."""
+
+    @property
+    def state(self) -> str: ...
+    def reload(self, names: Sequence[str], share: float, hold: float) -> Change: ...
+    def scale(self, count: int) -> None: ...
+    def stop(self, why: str) -> None: ...
+
+
+class Desk:
+    """`answer` is the only door. Raises PreforkError for what cannot be done."""
+
+    def __init__(self, server: Server, config: Config, fleet: Fleet, turnover: Turnover, unix_path: str | None) -> None:
+        self._server = server
+        self._config = config
+        self._fleet = fleet
+        self._turnover = turnover
+        self._unix_path = unix_path
+        self._commands: dict[str, Callable[[Request], dict[str, Any]]] = {
+            "status": self._status,
+            "segments": lambda _: {"segments": [status.segment_row(info) for info in sweep.list_segments()]},
+            "scale": self._scale,
+            "stop": self._stop,
+            "reload": self._reload,
+            "rollback": lambda _: self._changed(self._turnover.rollback),
+            "restart": lambda _: self._changed(self._turnover.restart),
+            "promote": lambda _: self._changed(self._turnover.promote),
+            "change": lambda _: self._turnover.row(),
+            "drain": lambda request: self._slot(request, self._fleet.drain),
+            "undrain": lambda request: self._slot(request, self._fleet.undrain),
+            "recycle": self._recycle,
+        }
+
+    def answer(self, request: Request) -> dict[str, Any]:
+        """Do what is asked."""
+        deed = self._commands.get(request.command)
+        if deed is None:
+            raise InvalidArgument(
+                f"command {request.command!r} is unknown; expected one of {', '.join(self._commands)}"
+            )  # fmt: skip
+        return deed(request)
+
+    def _status(self, request: Request) -> dict[str, Any]:
+        state, turnover, fleet = self._server.state, self._turnover, self._fleet
+        serving, bind = turnover.serving, [] if state == "stopping" else [fleet.address]
+        return {
+            **status.server(self._config, state, fleet.restarts, bind, self._unix_path),
+            "generation": serving.number if serving else None,
+            "workers": [status.worker_row(slot, fleet.board) for slot in fleet.slots],
+            "leaving": [status.leaving_row(child) for child in fleet.replaced],
+            "models": [status.model_row(model) for model in (serving.models if serving else ())],
+            "loading": turnover.loading,
+            "template": self._template(serving),
+            "change": turnover.row(),
+            "previous": turnover.previous.number if turnover.previous else None,
+        }
+
+    def _template(self, serving: Generation | None) -> dict[str, Any]:
+        if serving is None:
+            return status.template_row("none", "", None)
+        nursery = serving.nursery
+        return status.template_row(nursery.state, nursery.reason, nursery.template)
+
+    def _scale(self, request: Request) -> dict[str, Any]:
+        count = request.integer("workers", 1, MAX_SLOTS)
+        self._server.scale(count)
+        return {"workers": count}
+
+    def _stop(self, request: Request) -> dict[str, Any]:
+        self._server.stop("prefork-ctl stop")
+        return {}
+
+    def _reload(self, request: Request) -> dict[str, Any]:
+        names = request.args.get("models", [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise InvalidArgument(f"reload: models must be a list of names, found {names!r}")
+        share = request.number("canary", 0.0, 1.0, default=1.0)
+        hold = request.number("canary_seconds", 0.0, LONGEST, default=math.inf)
+        return self._changed(lambda: self._server.reload(names, share, hold))
+
+    def _changed(self, begin: Callable[[], Change]) -> dict[str, Any]:
+        if self._server.state != "ready":
+            raise FailedPrecondition(f"the server is {self._server.state}, expected ready")
+        begin()
+        return self._turnover.row()
+
+    def _slot(self, request: Request, deed: Callable[[int, float], None]) -> dict[str, Any]:
+        count = len(self._fleet.slots)
+        index = request.integer("slot", 0, MAX_SLOTS - 1)
+        if index >= count:
+            raise NotFound(f"{request.command}: there is no slot {index}; expected 0 to {count - 1}")
+        if self._server.state != "ready":
+            raise FailedPrecondition(f"{request.command}: the server is {self._server.state}, expected ready")
+        deed(index, time.monotonic())
+        return {"slot": index}
+
+    def _recycle(self, request: Request) -> dict[str, Any]:
+        if not self._turnover.change.over:
+            raise FailedPrecondition("recycle: workers are being replaced already")
+        return self._slot(request, self._fleet.recycle)
