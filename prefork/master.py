@@ -372,6 +372,8 @@ class Master:
         if self._state != "ready":
             raise FailedPrecondition(f"reload: the server is {self._state}, expected ready")
         found = self._reread()
+        for text in found.warnings:
+            self._log.warning(text)
         if ignored := effective.differing(self._asked, found):
             self._log.warning("changed but read at a start only", keys=", ".join(ignored))
         return self._turnover.reload(found.models, names, share, hold)
