@@ -11,8 +11,8 @@ from pathlib import Path
 import onnx
 
 from prefork.model import pack
+from prefork.model.forms import FORMS
 from prefork.model.manifest import Manifest
-from prefork.model.quantize import FORMS
 from prefork.model.repository import read_model
 
 GRAPH = "prepared.onnx"

@@ -56,9 +56,15 @@ class Server:
             *self.args,
         ]  # fmt: skip
 
+    @property
+    def form(self) -> dict[str, str]:
+        """Models as they are, unless the start says otherwise: most of what is tested and measured is not preparation.
+        A variable holds for every model, so a file of models must name their forms itself."""
+        return {} if "--config" in self.args else {"PREFORK_QUANTIZE": "none"}
+
     def launch(self, notify: str = "") -> subprocess.Popen[bytes]:
         env = {key: value for key, value in os.environ.items() if not key.startswith("PREFORK_")}
-        env |= {"NOTIFY_SOCKET": notify, "PYTHONPATH": str(REPOSITORY), **self.env}
+        env |= {"NOTIFY_SOCKET": notify, "PYTHONPATH": str(REPOSITORY), **self.form, **self.env}
         with (self.place / "stderr").open("ab") as stderr:
             self.process = subprocess.Popen(
                 self.command, env=env, stdin=subprocess.DEVNULL, stderr=stderr, pass_fds=self.fds

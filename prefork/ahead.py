@@ -41,6 +41,8 @@ def prepare(config: Config, purpose: Purpose) -> Iterator[dict[str, Any]]:
         log = setup(config.log.level, config.log.format, config.log.file, role=purpose)
     except OSError as e:
         raise ConfigError(f"log.file {str(config.log.file)!r}: {e.strerror}") from None
+    for text in config.warnings:
+        log.warning(text)
     signal.signal(signal.SIGTERM, _leave)
     workdir.sweep(config.server.work_dir)
     work = WorkDir(config.server.work_dir, Owner.current())

@@ -16,9 +16,10 @@ from pathlib import Path
 import prefork
 from prefork import handler
 from prefork.cache import FORMAT as CACHE_FORMAT
-from prefork.config import ModelConfig
+from prefork.config import SEARCH, ModelConfig
 from prefork.model.processor import Cpu, processor
 from prefork.model.version import FORMAT
+from prefork.options import AUTO
 from prefork.shm import layout
 
 # What writes the graph or chooses its numbers. The runtime's own build counts too, not only its number.
@@ -70,7 +71,8 @@ def options(model: ModelConfig, digest: Callable[[Path], str]) -> dict[str, str]
     found = {}
     for item in fields(model):
         value = getattr(model, item.name)
-        if item.name not in NOT_OPTIONS:
+        heeded = model.quantize == AUTO or item.name not in SEARCH
+        if item.name not in NOT_OPTIONS and heeded:
             found[item.name] = f"sha256:{digest(value)}" if isinstance(value, Path) else repr(value)
     for name in CODE:
         value = getattr(model, name)

@@ -147,6 +147,8 @@ def _run(argv: Sequence[str]) -> int:
         from prefork.check import check
 
         check(config)
+        for text in config.warnings:
+            print(f"prefork-serve: warning: {text}", file=sys.stderr)
         print(to_toml(config), end="")
         return 0
     from prefork.master import serve

@@ -33,6 +33,9 @@ from prefork.options import (
     whole,
 )
 
+# Keys of a model that only quantize = "auto" heeds.
+SEARCH = ("accuracy_budget", "eval", "calibration", "metric", "min_speedup", "quantize_seconds", "handler")
+
 DAY = 86400.0
 MIB = 2**20
 GIB = 2**30
@@ -206,9 +209,9 @@ class ModelConfig:
 
     name: str = field(metadata=key(NAME, "the name clients call it by", "NAME"))
     path: Path = field(metadata=key(PATH, "the ONNX file", "PATH"))
-    # Quantizing changes answers, so it is asked for.
-    quantize: Literal["none", "int8", "auto"] = field(
-        default="none", metadata=key(choice("none", "int8", "auto"), "form of the weights", "FORM")
+    # What is served must have kept its accuracy and gained speed on this host, measured; else it is what was given.
+    quantize: Literal["auto", "none", "int8", "fp16"] = field(
+        default="auto", metadata=key(choice("auto", "none", "int8", "fp16"), "form of the weights", "FORM")
     )
     # Half a percent of FP32's figure: a loss that few evaluations can tell from chance.
     accuracy_budget: float = field(
@@ -245,7 +248,7 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True)
 class Config:
     """Everything. `sources` says for each `section.key` and `models.NAME` where its value came from: `default`,
-    `FILE:LINE`, the environment variable or the flag."""
+    `FILE:LINE`, the environment variable or the flag. `warnings`: what was given and changes nothing, for people."""
 
     server: ServerConfig
     limits: LimitsConfig
@@ -254,6 +257,7 @@ class Config:
     log: LogConfig
     models: tuple[ModelConfig, ...]
     sources: Mapping[str, str]
+    warnings: tuple[str, ...] = ()
 
 
 Section = ServerConfig | LimitsConfig | ComputeConfig | TelemetryConfig | LogConfig

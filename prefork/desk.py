@@ -123,6 +123,8 @@ class Desk:
         if self._server.state != "ready":
             raise FailedPrecondition(f"reload: the server is {self._server.state}, expected ready")
         found = self._reread()
+        for text in found.warnings:
+            self._log.warning(text)
         if ignored := effective.differing(self._config, found):
             self._log.warning("changed but read at a start only", keys=", ".join(ignored))
         return self._turnover.reload(found.models, names, share, hold)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from prefork.config import (
+    SEARCH,
     SECTIONS,
     ComputeConfig,
     Config,
@@ -32,7 +33,7 @@ from prefork.config import (
     entries,
     entries_of,
 )
-from prefork.demo import model_path
+from prefork.demo import evaluation_path, model_path
 from prefork.errors import ConfigError
 from prefork.options import AUTO, MAX_SOCKET_PATH, read, split_bind, suggest
 
@@ -73,14 +74,16 @@ def load(
     sources: dict[str, str] = {}
     values = _scalars(found, sources)
     _place(values["server"], environ, here)
+    chosen = _models(listed, found, sources)
     config = Config(
         server=ServerConfig(**values["server"]),
         limits=LimitsConfig(**values["limits"]),
         compute=ComputeConfig(**values["compute"]),
         telemetry=TelemetryConfig(**values["telemetry"]),
         log=LogConfig(**values["log"]),
-        models=_models(listed, found, sources),
+        models=chosen,
         sources=sources,
+        warnings=_ignored(chosen, sources),
     )
     _check(config)
     return config
@@ -251,8 +254,22 @@ def _models(
 
 
 def _demo() -> dict[str, Raw]:
-    root = Path("/")
-    return {"name": Raw(DEMO, "default", True, root), "path": Raw(str(model_path()), "default", True, root)}
+    known = {"name": DEMO, "path": str(model_path()), "eval": str(evaluation_path())}
+    return {name: Raw(text, "default", True, Path("/")) for name, text in known.items()}
+
+
+def _ignored(models: Sequence[ModelConfig], sources: Mapping[str, str]) -> tuple[str, ...]:
+    """Keys of a search that were given where none is made."""
+    found: dict[str, str] = {}  # by where it was given: a flag for every model is heeded when one of them searches
+    heeded = {sources.get(f"models.{m.name}.{key}") for m in models if m.quantize == AUTO for key in SEARCH}
+    for model in models:
+        for name in SEARCH if model.quantize != AUTO else ():
+            source = sources.get(f"models.{model.name}.{name}", "default")
+            default = ModelConfig.__dataclass_fields__[name].default  # a file may list every key
+            if source not in ("default", *heeded) and getattr(model, name) != default:
+                why = f"quantize is {model.quantize!r}, and only 'auto' searches"
+                found.setdefault(source, f"models.{name} ({source}) is ignored for {model.name!r}: {why}")
+    return tuple(found.values())
 
 
 def _check(config: Config) -> None:

@@ -57,6 +57,8 @@ def serve(config: Config, reread: Callable[[], Config]) -> int:
         log = setup(config.log.level, config.log.format, config.log.file, role="master")
     except OSError as e:
         raise ConfigError(f"log.file {str(config.log.file)!r}: {e.strerror}") from None
+    for text in config.warnings:
+        log.warning(text)
     left = estate.take(os.environ)
     if left is None:
         return Master(config, preflight.prepare(config, log), log, reread).run()

@@ -67,7 +67,7 @@ def gate(model: ModelConfig, progress: Callable[[str], None]) -> Gate | None:
         budget=model.accuracy_budget,
         eval=model.eval,
         calibration=model.calibration,
-        batches=_batches(model, progress),
+        batches=_batches(model, progress) if model.handler else (),
         giver=f"handler {model.handler!r}: calibration()",
         metric=model.metric,
         min_speedup=model.min_speedup,
@@ -76,9 +76,8 @@ def gate(model: ModelConfig, progress: Callable[[str], None]) -> Gate | None:
 
 
 def _batches(model: ModelConfig, progress: Callable[[str], None]) -> Iterator[dict[str, Array]]:
-    if model.handler:
-        cls = handler.load(model.handler)
-        yield from calibration.batches(model.handler, cls, model.quantize_seconds or handler.PATIENCE, progress)
+    cls = handler.load(model.handler)
+    yield from calibration.batches(model.handler, cls, model.quantize_seconds or handler.PATIENCE, progress)
 
 
 def read_warmup(path: Path) -> dict[str, Array]:

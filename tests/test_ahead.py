@@ -87,7 +87,7 @@ def test_prepare_then_inspect(place: list[str], tmp_path: Path) -> None:
 
 def test_text_for_people(place: list[str]) -> None:
     text = run("prepare", *place)
-    assert text.startswith("digits  fp32  (asked for: none)\n")
+    assert text.startswith("digits  fp32  (asked for: auto)\n")
     assert str(model_path()) in text and "onnxruntime" in text and "optimised" in text
     assert "from the cache" in run("inspect", *place)
 

@@ -140,7 +140,7 @@ def test_data_counts_by_content(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("quantize", "auto"),
+        ("quantize", "none"),
         ("accuracy_budget", 0.01),
         ("eval", Path("/e.npz")),
         ("calibration", Path("/c.npz")),
@@ -150,7 +150,7 @@ def test_data_counts_by_content(tmp_path: Path) -> None:
         ("handler", "nowhere:C"),
     ],
 )
-def test_every_option_of_the_search_is_another_key(name: str, value: object) -> None:
+def test_every_option_of_the_search_is_another_key_where_there_is_one(name: str, value: object) -> None:
     changed = cache_key.options(_with(name, value), lambda path: "1")
     assert key_of(given=changed) != key_of(given=cache_key.options(MODEL, lambda path: "1"))
     other = cache_key.options(_with(name, value), lambda path: "2")
@@ -160,8 +160,15 @@ def test_every_option_of_the_search_is_another_key(name: str, value: object) -> 
         assert key_of(given=moved) == key_of(given=changed)
 
 
-def _with(name: str, value: object) -> ModelConfig:
-    made = replace(MODEL)
+def test_options_of_the_search_change_nothing_where_there_is_none() -> None:
+    plain = replace(MODEL, quantize="int8")
+    for name, value in (("accuracy_budget", 0.01), ("eval", Path("/e.npz")), ("metric", "f1")):
+        changed = _with(name, value, plain)
+        assert cache_key.options(changed, lambda path: "1") == cache_key.options(plain, lambda path: "1")
+
+
+def _with(name: str, value: object, model: ModelConfig = MODEL) -> ModelConfig:
+    made = replace(model)
     object.__setattr__(made, name, value)
     return made
 

@@ -155,9 +155,27 @@ def test_keys_of_the_search_by_file_and_for_every_model(tmp_path: Path, model: P
     flags, environ = {"quantize_seconds": "9", "calibration": "e.npz"}, {"PREFORK_MIN_SPEEDUP": "1.5"}
     first, second = load(flags, environ, file=file, cwd=tmp_path).models
     assert (first.quantize, first.eval, first.accuracy_budget) == ("auto", tmp_path / "e.npz", 0.0)
-    assert (second.quantize, second.eval, second.metric) == ("none", None, "judge.own:score")
+    assert (second.quantize, second.eval, second.metric) == ("auto", None, "judge.own:score")
     for each in (first, second):
         assert (each.calibration, each.min_speedup, each.quantize_seconds) == (tmp_path / "e.npz", 1.5, 9.0)
+
+
+def test_keys_of_a_search_that_is_not_made_are_warned_of(tmp_path: Path, model: Path) -> None:
+    file = write(
+        tmp_path,
+        '[[models]]\nname = "a"\npath = "some.onnx"\nquantize = "none"\nmin_speedup = 2\nmetric = "auto"\n'
+        '[[models]]\nname = "b"\npath = "some.onnx"\nmin_speedup = 3\n',
+    )
+    assert load({"accuracy_budget": "0.1"}, {}, file=file, cwd=tmp_path).warnings == (
+        f"models.min_speedup ({file}:5) is ignored for 'a': quantize is 'none', and only 'auto' searches",
+    )
+    flags = {"quantize": "fp16", "accuracy_budget": "0.1"}
+    why = "is ignored for 'some': quantize is 'fp16', and only 'auto' searches"
+    assert load(flags, {"PREFORK_METRIC": "f1"}, models=["some.onnx"], cwd=tmp_path).warnings == (
+        f"models.accuracy_budget (--accuracy-budget) {why}",
+        f"models.metric (PREFORK_METRIC) {why}",
+    )
+    assert load({"quantize": "none"}, {}, cwd=tmp_path).warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -178,7 +196,7 @@ def test_keys_of_the_search_by_file_and_for_every_model(tmp_path: Path, model: P
         ({"metrics_bind": "7071"}, {}, 'expected host:port, [address]:port or :port, or "" for none, found \'7071\''),
         ({"bind": "h:1", "metrics_bind": "h:1"}, {}, "(--metrics-bind): expected another address than server.bind"),
         ({"work_dir": "/nowhere"}, {}, "server.work_dir (--work-dir): expected a folder that can be written to"),
-        ({"quantize": "int4"}, {}, "models.quantize (--quantize): expected none or int8 or auto, found 'int4'"),
+        ({"quantize": "int4"}, {}, "models.quantize (--quantize): expected auto or none or int8 or fp16, found 'int4'"),
         ({"accuracy_budget": "0.5%"}, {}, "(--accuracy-budget): expected a number from 0 to 1, found '0.5%'"),
         ({"min_speedup": "nan"}, {}, "(--min-speedup): expected a number from 0 to 1000, found 'nan'"),
         ({}, {"PREFORK_METRIC": "acc"}, "expected auto, top1, f1, cosine, mse or module:function, found 'acc'"),

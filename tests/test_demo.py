@@ -66,7 +66,7 @@ def test_training_again_gives_the_same(tmp_path: Path) -> None:
     # another BLAS may round otherwise: allow four of the 450 images to fall differently
     assert again == pytest.approx(claimed(session(model_path())), abs=4 / 450)
     with np.load(tmp_path / "digits-eval.npz") as written:
-        assert (written["images"] == evaluation()[0]).all()
+        assert (written["image"] == evaluation()[0]).all()
 
 
 def test_small() -> None:

@@ -64,7 +64,7 @@ WALLS: dict[str, set[str]] = {
     "calibration": {"errors", "tensor", "handler"},
     "bar": set(),
     "cache": {"errors", "log", "shm.layout"},
-    "cache_key": {"config", "cache", "handler", "model.processor", "model.version", "shm.layout"},
+    "cache_key": {"options", "config", "cache", "handler", "model.processor", "model.version", "shm.layout"},
     "digests": set(),
     "ahead": MASTER,
     "reportview": {"ctlview", "model.report"},

@@ -22,9 +22,14 @@ def model_path() -> Path:
     return _HERE / "digits.onnx"
 
 
+def evaluation_path() -> Path:
+    """digits-eval.npz: `image` and `labels`, as `evaluation` gives them; a file for the key eval."""
+    return _HERE / "digits-eval.npz"
+
+
 def evaluation() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     """The images (uint8 [n, 64], 0..16) and labels (int64 [n], 0..9) that the model was never trained on."""
     import numpy as np  # the master imports this module
 
-    with np.load(_HERE / "digits-eval.npz") as data:
-        return data["images"], data["labels"].astype(np.int64)
+    with np.load(evaluation_path()) as data:
+        return data["image"], data["labels"].astype(np.int64)

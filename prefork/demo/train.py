@@ -100,7 +100,7 @@ def _properties(network: MLPClassifier, digits: Digits) -> dict[str, str]:
 
 
 def _save_evaluation(path: Path, digits: Digits) -> None:
-    arrays: dict[str, Any] = {"images": digits.test_images, "labels": digits.test_labels.astype(np.uint8)}
+    arrays: dict[str, Any] = {"image": digits.test_images, "labels": digits.test_labels.astype(np.uint8)}
     np.savez_compressed(path, **arrays)
 
 

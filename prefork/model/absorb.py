@@ -79,6 +79,31 @@ class Graph:
             output = user.output[0]
         return Absorbed(weight, bias, tuple(nodes), output)
 
+    def cut(self, name: str) -> NodeProto | None:
+        """The Relu, or Clip from 0, that alone reads it."""
+        user = self._only_user(name)
+        return user if user is not None and self._cuts_at_zero(user, name) else None
+
+    def linear(self, node: NodeProto, weights: Weights) -> tuple[str, float, float] | None:
+        """Input, multiplier and addend when `node` is arithmetic of a value with one number; None when it is not."""
+        if node.domain or node.op_type not in ARITHMETIC or len(node.input) != 2:
+            return None
+        for index, name in enumerate(node.input):
+            other = node.input[1 - index]
+            if name in self.constants or not self._is_fp32(other) or list(self.constants[other].dims) not in ([], [1]):
+                continue
+            number = float(weights.array(other).reshape(-1)[0])
+            match node.op_type, index:
+                case "Add", _:
+                    return name, 1.0, number
+                case "Sub", 0:
+                    return name, 1.0, -number
+                case "Mul", _:
+                    return name, number, 0.0
+                case "Div", 0 if number:
+                    return name, 1 / number, 0.0
+        return None
+
     def _only_user(self, name: str) -> NodeProto | None:
         users = self._users.get(name, [])
         return users[0] if len(users) == 1 and name not in self._outputs else None

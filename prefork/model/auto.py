@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from prefork.errors import ModelError
-from prefork.model import probe, quantize
+from prefork.model import evaluate, evidence, probe, quantize, signature
+from prefork.model.datafile import Batches
+from prefork.model.evidence import Given
 from prefork.model.gate import Gate
 from prefork.model.manifest import Warmup
 from prefork.model.quantize import MIN_OPSET
@@ -21,6 +23,8 @@ from prefork.model.trial import Trial
 from prefork.model.warmup import digest
 from prefork.tensor import Array
 
+NOTHING = Given(Batches(), Batches())
+
 
 def find_form(
     source: Source,
@@ -30,7 +34,11 @@ def find_form(
     trial: Try,
     progress: Callable[[str], None],
 ) -> Outcome:
-    """The form to serve; `trial` opens one as a worker does. Raises ModelError as Search.run does."""
+    """The form to serve; `trial` opens one as a worker does. Raises ModelError for data or a metric of the owner's that
+    does not fit the model, also where nothing can be gained: that is better known than not."""
+    given = evidence.read(gate, signature.inputs(source.skeleton)) if gate.eval or gate.calibration else NOTHING
+    if isinstance(gate.metric, str) and ":" in gate.metric:
+        evaluate.named(gate.metric)
     if kinds := quantize.already_quantized(source.skeleton):
         return left_alone(gate, f"left alone: it is already quantized ({', '.join(kinds)})", "quantized-source")
     if gate.budget <= 0:
@@ -42,12 +50,16 @@ def find_form(
         study = Study(quantize.folded(source, folder), folder)
         if not study.linear_kinds and not study.convolutions:
             return left_alone(gate, "no operator that would gain from quantization")
+        if not study.linear_kinds and not study.half_kernels and given == NOTHING and not gate.batches:
+            return left_alone(
+                gate, "convolutions need real inputs to find ranges by: give --calibration, --eval or --handler"
+            )
         fp32 = trial(quantize.as_it_is(source, folder, progress))
     except ModelError as e:
         return left_alone(gate, f"it cannot be studied: {e.message}")
     if isinstance(found := _inputs(fp32, warmup), str):
         return left_alone(gate, found)
-    return Search(gate, study, trial, progress).run(fp32, found)
+    return Search(gate, study, trial, progress).run(fp32, found, given)
 
 
 def _inputs(fp32: Trial, warmup: Mapping[str, Array] | None) -> Warmup | str:

@@ -20,6 +20,7 @@ from prefork.model.sensitivity import Product, levels, plan
 
 Forms: TypeAlias = Generator[Recipe, Measured | None, None]
 
+NARROWER = 2.0  # times that half the width can be as fast, at best
 TURNS = 5  # of one bisection: each halves what is left, and takes seconds for a large model
 
 
@@ -42,6 +43,7 @@ class State(Protocol):
     others: bool  # there are further ones
     convolutions: Sequence[str]  # first outputs
     calibrated: bool  # the owner gave inputs
+    half_kernels: bool  # this processor computes float16
     tried: list[Tried]
 
     def products(self) -> Sequence[Product]: ...
@@ -101,6 +103,21 @@ def _no_static_is_accurate(state: State) -> str:
     if reason := _has_convolutions(state):
         return reason
     return "not needed: another static form holds the budget" if _accurate(state, "static") else ""
+
+
+def _half_may_win(state: State) -> str:
+    if not state.linear_kinds and not state.convolutions:
+        return "no matrix product or convolution"
+    best = max((one.measured.speedup for one in state.tried if not one.refusal), default=0.0)
+    if best >= NARROWER:
+        return f"not needed: a form that passes is {best:.2f} times as fast, half the width gives {NARROWER:g} at best"
+    if not state.half_kernels and not state.calibrated:
+        return "onnxruntime computes float16 as fp32 on this processor; measured all the same when inputs are given"
+    return ""
+
+
+def _half(state: State) -> Forms:
+    yield Recipe("fp16", half=True)
 
 
 def _both_hold(state: State) -> str:
@@ -180,9 +197,8 @@ def _static_mixed(state: State) -> Forms:
 def _both(state: State) -> Forms:
     linear, static = (max(_gaining(state, g), key=lambda one: one.measured.speedup) for g in ("linear", "static"))
     why = (*linear.recipe.why, *static.recipe.why)
-    yield Recipe(
-        "int8-both", linear.recipe.linear, linear.recipe.others, static.recipe.static, linear.recipe.bits, why=why
-    )
+    taken = linear.recipe
+    yield Recipe("int8-both", taken.linear, taken.others, static.recipe.static, taken.bits, why=why)
 
 
 TABLE: tuple[Row, ...] = (
@@ -200,5 +216,6 @@ TABLE: tuple[Row, ...] = (
     Row("static-tensor",          _no_static_passes,
         _static("static-tensor", "minmax", per_channel=False),                                      "static"),
     Row("int8-both",              _both_hold,              _both,                                   "both"),
+    Row("fp16",                   _half_may_win,           _half,                                   "half"),
 )  # fmt: skip
 GROUPS = {row.name: row.group for row in TABLE}

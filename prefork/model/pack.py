@@ -23,11 +23,12 @@ from prefork.model import external, optimize, probe, signature
 from prefork.model.auto import find_form, left_alone
 from prefork.model.evaluate import cosine
 from prefork.model.external import embed_subgraphs, relocate
+from prefork.model.forms import FORMS
 from prefork.model.gate import Gate
 from prefork.model.manifest import Manifest
 from prefork.model.opening import Mapped, Opened
 from prefork.model.processor import processor
-from prefork.model.quantize import FORMS, Form
+from prefork.model.quantize import Form
 from prefork.model.repository import Source, segment_bytes
 from prefork.model.session import Session
 from prefork.model.trial import Trial, run
@@ -39,6 +40,7 @@ __all__ = ["Gate", "Prepared", "cosine", "embed_subgraphs", "estimate", "prepare
 WEIGHTS = "weights.bin"
 AUTO = "auto"
 CLOSE = 0.99  # a smaller cosine to fp32 deserves a word
+BY_NAME = ("int8-dynamic", "fp16")  # forms that no gate has judged when they are asked for by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,10 @@ class Unopenable(ModelError):
     """onnxruntime wrote a graph that it does not read again."""
 
 
+class Unfit(ModelError):
+    """A form that was asked for by name gives no numbers where fp32 does."""
+
+
 class Job:
     """One preparation: its notes and timings."""
 
@@ -107,6 +113,13 @@ class Job:
 
     def run(self, warmup: Mapping[str, Array] | None) -> Prepared:
         chosen = self._search(warmup) if self._quantize == AUTO else self._form(self._quantize)
+        try:
+            return self._made(chosen, warmup)
+        except Unfit as e:
+            self._notes = [f"{chosen.name} is not served: {e.message}"]
+        return self._made(self._form("none"), warmup)
+
+    def _made(self, chosen: Form, warmup: Mapping[str, Array] | None) -> Prepared:
         form, writer, saved = self._optimise(chosen)
         try:
             return self._finish(form, writer, saved, warmup)
@@ -127,7 +140,7 @@ class Job:
         if found is not None:
             manifest = replace(manifest, warmup=found.recipe)
         self._verify(manifest, graph)
-        if found is not None and form.name == "int8-dynamic" and self._quantize != AUTO:
+        if found is not None and form.name in BY_NAME and self._quantize != AUTO:
             self._compare(manifest, found)
         weights = saved.data.rename(self._folder / WEIGHTS)
         graph = external.relocate(graph, WEIGHTS, 0)
@@ -152,7 +165,8 @@ class Job:
         else:
             found = find_form(self._source, self._folder, self._gate, warmup, self._trial, self._progress)
         self._found = {"gate": found.report}
-        self._notes.append(f"quantize auto chose {found.report['choice']}: {found.report['reason']}")
+        judged = f"; judged by {found.report['evidence']}" if found.form is not None else ""
+        self._notes.append(f"quantize auto chose {found.report['choice']}: {found.report['reason']}{judged}")
         self._lap("search")
         return found.form or self._form("none")
 
@@ -254,16 +268,21 @@ class Job:
         self._progress("comparing with fp32")
         plain = optimize.open_file(self._source.path, ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
         reference = run(Session(manifest, Opened(plain, []), 1), probe.feeds(manifest.inputs, found.recipe))
-        cosines = {
-            spec.name: round(cosine(ours, theirs), 6)
+        pairs = {
+            spec.name: (ours, theirs)
             for spec, ours, theirs in zip(manifest.outputs, found.outputs, reference, strict=True)
             if isinstance(theirs, np.ndarray) and theirs.dtype.kind == "f" and theirs.shape == ours.shape
         }
+        for name, (ours, theirs) in pairs.items():
+            if np.isfinite(theirs).all() and not np.isfinite(ours).all():
+                raise Unfit(f"on the warm-up inputs output {name!r} overflows, in fp32 it does not")
+        cosines = {name: round(cosine(ours, theirs), 6) for name, (ours, theirs) in pairs.items()}
         manifest.report["cosine_to_fp32"] = cosines
         low = {name: value for name, value in cosines.items() if not value >= CLOSE}
         if low:
             name = min(low, key=lambda key: low[key])
-            self._notes.append(f"on the warm-up inputs int8 differs from fp32: cosine {low[name]} of output {name!r}")
+            said = f"on the warm-up inputs {manifest.form} differs from fp32"
+            self._notes.append(f"{said}: cosine {low[name]} of output {name!r}")
         self._lap("compare")
 
 

@@ -28,8 +28,10 @@ BINARY = {"Add": "QLinearAdd", "Mul": "QLinearMul"}
 UNARY = {"Sigmoid": "QLinearSigmoid", "LeakyRelu": "QLinearLeakyRelu"}
 POOL = {"GlobalAveragePool": "QLinearGlobalAveragePool", "AveragePool": "QLinearAveragePool"}
 SAME = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten"})  # move values, and so keep the scale
+RESIZE_OPSET = 11
 MAXPOOL_OPSET = 12  # the first whose MaxPool takes uint8
-NEIGHBOURS = frozenset({*BINARY, *UNARY, *POOL, *SAME, "MaxPool", "Concat"})
+INTEGER = {**BINARY, **UNARY, **POOL, "Concat": "QLinearConcat"}
+NEIGHBOURS = frozenset({*INTEGER, *SAME, "MaxPool", "Resize", "Sub", "Div"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +138,12 @@ class Rewrite:
         kind = node.op_type
         if kind not in NEIGHBOURS or node.domain or len([o for o in node.output if o]) != 1:
             return False
-        if kind in SAME or kind == "MaxPool":
+        if kind in SAME or kind in ("MaxPool", "Resize"):
             return self._same(node)
+        if (found := self._graph.linear(node, self._weights)) is not None:
+            return self._linear(node, *found)
+        if kind not in INTEGER:
+            return False
         data = list(node.input)
         quantized = [name in self._quantized for name in data]
         if not any(quantized) or (kind == "Concat" and not all(quantized)):
@@ -148,13 +154,44 @@ class Rewrite:
         whole = [x for x in taken if x is not None]
         if len(whole) < len(taken):
             return False
-        y = self._named(node.output[0])
-        self._out.append(_integer(node, whole, y))
+        self._out.append(_integer(node, whole, self._result(node)))
+        return True
+
+    def _result(self, node: NodeProto) -> Q:
+        """What `node` makes; a Relu or Clip that alone reads it is done by the range that its own output has."""
+        cut = self._graph.cut(node.output[0]) if node.op_type in BINARY or node.op_type == "Sub" else None
+        if cut is None or cut.output[0] not in self._static.ranges:
+            return self._named(node.output[0])
+        self._skipped.add(id_of(cut))
+        return self._named(cut.output[0])
+
+    def _linear(self, node: NodeProto, name: str, times: float, plus: float) -> bool:
+        """A multiple is the same bytes at another scale; a sum is that with a constant."""
+        x = self._quantized.get(name)
+        if x is None or node.output[0] not in self._static.ranges:
+            return False
+        out = node.output[0]
+        if plus == 0 and 0 < times < np.inf:
+            step = x.step * times
+            self._quantized[out] = Q(x.data, self._add(f"{out}_u8_scale", np.array(step, np.float32)), x.zero, step)
+            return True
+        if times != 1 or not 0 < abs(plus) < np.inf:
+            return False
+        step, end = abs(plus) / 255, 255 if plus > 0 else 0
+        constant = Q(
+            self._add(f"{out}_plus", np.array([end], np.uint8)),
+            self._add(f"{out}_plus_scale", np.array(step, np.float32)),
+            self._add(f"{out}_plus_zero", np.array(255 - end, np.uint8)),
+            step,
+        )
+        self._out.append(_binary("QLinearAdd", node, [x, constant], self._result(node)))
         return True
 
     def _same(self, node: NodeProto) -> bool:
         x = self._quantized.get(node.input[0])
         if x is None or (node.op_type == "MaxPool" and self._graph.opset < MAXPOOL_OPSET):
+            return False
+        if node.op_type == "Resize" and not self._copies(node):
             return False
         y = Q(f"{node.output[0]}_u8", x.scale, x.zero, x.step)
         made = helper.make_node(node.op_type, [x.data, *node.input[1:]], [y.data], node.name)
@@ -162,6 +199,11 @@ class Rewrite:
         self._out.append(made)
         self._quantized[node.output[0]] = y
         return True
+
+    def _copies(self, node: NodeProto) -> bool:
+        """Whether a Resize repeats values, and makes none."""
+        mode = next((a.s for a in node.attribute if a.name == "mode"), b"nearest")
+        return mode == b"nearest" and self._graph.opset >= RESIZE_OPSET
 
     def _take(self, name: str) -> Q | None:
         """The value in uint8, quantized here when it is not yet; None when its range is unknown."""
@@ -212,15 +254,19 @@ class Rewrite:
 def _integer(node: NodeProto, taken: list[Q], y: Q) -> NodeProto:
     kind = node.op_type
     if kind in BINARY:
-        inputs = [part for x in taken for part in x[:3]] + [y.scale, y.zero]
-    elif kind == "Concat":
+        return _binary(BINARY[kind], node, taken, y)
+    if kind == "Concat":
         inputs = [y.scale, y.zero, *(part for x in taken for part in x[:3])]
     else:
         inputs = [*taken[0][:3], y.scale, y.zero]
-    op = {**BINARY, **UNARY, **POOL, "Concat": "QLinearConcat"}[kind]
-    made = helper.make_node(op, inputs, [y.data], f"{node.name}_static", domain=MICROSOFT)
+    made = helper.make_node(INTEGER[kind], inputs, [y.data], f"{node.name}_static", domain=MICROSOFT)
     made.attribute.extend(node.attribute)
     return made
+
+
+def _binary(op: str, node: NodeProto, taken: list[Q], y: Q) -> NodeProto:
+    inputs = [part for x in taken for part in x[:3]] + [y.scale, y.zero]
+    return helper.make_node(op, inputs, [y.data], f"{node.name}_static", domain=MICROSOFT)
 
 
 def id_of(node: NodeProto) -> str:

@@ -1,9 +1,9 @@
-"""The forms a model can be served in: FORMS maps the name asked for to the function that makes it. Loader's process.
+"""Dynamic int8, and what every form has in common. Loader's process (onnx).
 
-int8 is dynamic: weights are stored as int8 with one scale for each output channel, activations are quantized as uint8
-at each run. Kinds that gain on CPU and are taken: MatMul and Gemm (2 to 4 times faster for encoders), LSTM (1.6 times),
-fused Attention. Left alone: Conv (ConvInteger is 5 to 13 times slower than Conv), Gather (a look-up gains no time, and
-the weights are shared by all workers anyway). A later search may make more forms; each entry stands alone.
+Weights are stored as int8 with one scale for each output channel, activations are quantized as uint8 at each run. Kinds
+that gain on CPU and are taken: MatMul and Gemm (2 to 4 times faster for encoders), LSTM (1.6 times), fused Attention.
+Left alone: Conv (ConvInteger is 5 to 13 times slower than Conv), Gather (a look-up gains no time, and the weights are
+shared by all workers anyway).
 """
 
 from __future__ import annotations
@@ -54,10 +54,8 @@ def as_it_is(source: Source, folder: Path, progress: Progress) -> Form:
 
 def int8_dynamic(source: Source, folder: Path, progress: Progress) -> Form:
     """MatMul, Gemm, LSTM and Attention in int8; the source itself, with a note, where there is nothing to gain."""
-    if kinds := already_quantized(source.skeleton):
-        return Form("quantized-source", source.path, (f"not quantized: it already is ({', '.join(kinds)})",))
-    if (opset := opset_of(source.skeleton)) < MIN_OPSET:
-        return Form("fp32", source.path, (f"not quantized: opset {opset} is older than {MIN_OPSET}",))
+    if refused := refusal(source):
+        return refused
     progress("quantizing")
     try:
         model = folded(source, folder)
@@ -76,7 +74,13 @@ def int8_dynamic(source: Source, folder: Path, progress: Progress) -> Form:
     return Form("int8-dynamic", path, notes)
 
 
-FORMS: dict[str, Make] = {"none": as_it_is, "int8": int8_dynamic}
+def refusal(source: Source) -> Form | None:
+    """The source as it is, with the reason why no form is made of it; None when one may be."""
+    if kinds := already_quantized(source.skeleton):
+        return Form("quantized-source", source.path, (f"not quantized: it already is ({', '.join(kinds)})",))
+    if (opset := opset_of(source.skeleton)) < MIN_OPSET:
+        return Form("fp32", source.path, (f"not quantized: opset {opset} is older than {MIN_OPSET}",))
+    return None
 
 
 def already_quantized(model: ModelProto) -> list[str]:

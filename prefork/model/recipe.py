@@ -13,7 +13,7 @@ from pathlib import Path
 from onnx import ModelProto
 
 from prefork.errors import ModelError
-from prefork.model import calibrate, external, quantize, weightonly
+from prefork.model import calibrate, external, half, quantize, weightonly
 from prefork.model.linear import PLAIN, Treatment
 from prefork.model.qlinear import Static, as_static
 from prefork.model.quantize import Form
@@ -27,13 +27,14 @@ BASIC = "basic.onnx"  # what quantize.folded leaves in its folder, and every rec
 class Recipe:
     """`linear`: treatment of products by output, None leaves all products fp32; those that it does not name are
     quantized plainly when `others`, and so are LSTM, Attention and what stands in subgraphs. `static`: convolutions.
-    `bits`: weight-only products, 8 or 4. `why`: what was left in fp32 by choice, and why."""
+    `bits`: weight-only products, 8 or 4. `half`: float16. `why`: what was left in fp32 by choice, and why."""
 
     name: str
     linear: Mapping[str, Treatment] | None = None
     others: bool = True
     static: Static | None = None
     bits: int = 0
+    half: bool = False
     why: tuple[str, ...] = ()
 
 
@@ -58,6 +59,10 @@ def build(recipe: Recipe, folder: Path, stem: str, *, reduce_range: bool) -> Bui
             left += [f"{name}: no finite range was seen" for name in unknown]
         if recipe.bits and (count := weightonly.rewrite(model, _weights(model, folder), data, recipe.bits)):
             done[f"{recipe.bits}-bit weights"] += count
+        if recipe.half:
+            halves = half.as_half(model, folder, data)
+            done += Counter({f"float16 {kind}": count for kind, count in halves.kinds.items()})
+            left += [*halves.left, *half.without_kernel(halves, half.kernels(folder))]
         if recipe.linear is not None:
             rest = PLAIN if recipe.others else FP32
             rewrite = quantize.Rewrite(folder, data, reduce_range=reduce_range, plan=recipe.linear, rest=rest)

@@ -15,8 +15,9 @@ from typing import TypeAlias
 from prefork.errors import ModelError, PreforkError
 from prefork.model import evaluate, evidence, timing
 from prefork.model.candidates import TABLE, Row, Tried
+from prefork.model.datafile import Feed
 from prefork.model.evaluate import Judge
-from prefork.model.evidence import Data, Feed
+from prefork.model.evidence import Data, Given
 from prefork.model.gate import Gate, Measured, Timing, choose, finalists, inaccurate, refusal
 from prefork.model.manifest import Warmup
 from prefork.model.quantize import Form
@@ -65,10 +66,10 @@ class Search:
         study.deadline = self._end
         study.tried = self._log.tried
 
-    def run(self, fp32: Trial, recipe: Warmup) -> Outcome:
+    def run(self, fp32: Trial, recipe: Warmup, given: Given) -> Outcome:
         """Raises ModelError only for what the owner gave: data or a metric that does not fit the model."""
-        specs = fp32.session.inputs
-        data = evidence.gather(self._gate, specs, recipe, self._study.limits, lambda feed: _runs(fp32, feed))
+        specs, limits = fp32.session.inputs, self._study.limits
+        data = evidence.gather(given, self._gate, specs, recipe, limits, lambda feed: _runs(fp32, feed))
         data = self._affordable(fp32, data)
         judge = evaluate.judge(self._gate.metric, data, fp32.session.outputs, self._study.makers)
         theirs = [_given(fp32, feed, data.giver) for feed in data.evaluation]

@@ -11,10 +11,11 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto
 
 from prefork.errors import ModelError
-from prefork.model import calibrate, external, influence, qlinear, quantize, sensitivity
+from prefork.model import calibrate, external, half, influence, qlinear, quantize, sensitivity
 from prefork.model.calibrate import Method, Values
 from prefork.model.candidates import Tried
-from prefork.model.evidence import Data, Feed
+from prefork.model.datafile import Feed
+from prefork.model.evidence import Data
 from prefork.model.processor import processor
 from prefork.model.qlinear import Static
 from prefork.model.sensitivity import Product
@@ -44,6 +45,7 @@ class Study:
         self.limits = _limits(model)
         self.makers = _makers(model)
         self.calibrated = False
+        self.half_kernels = bool(half.kernels(folder))
         self._model = model
         self._data: Data | None = None
         self._products: list[Product] | None = None

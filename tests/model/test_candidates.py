@@ -28,6 +28,7 @@ class Known:
     others: bool = False
     convolutions: Sequence[str] = ("c1", "c2", "c3", "c4", "c5", "c6")
     calibrated: bool = True
+    half_kernels: bool = True
     tried: list[Tried] = field(default_factory=list)
     errors: tuple[float, ...] = (0.4, 0.3, 0.2, 0.1)
 
@@ -77,7 +78,7 @@ def test_the_order_is_cheap_forms_first_and_both_last() -> None:
     assert [row.name for row in TABLE] == [
         "int8-dynamic", "int8-mixed", "weights-8bit", "weights-4bit",
         "static-minmax", "static-entropy", "static-percentile", "static-mixed", "static-convolutions", "static-tensor",
-        "int8-both",
+        "int8-both", "fp16",
     ]  # fmt: skip
 
 
@@ -97,11 +98,12 @@ def test_at_first_every_row_whose_operators_are_there_is_open() -> None:
 @pytest.mark.parametrize(
     ("row", "delta", "ratio", "closed"),
     [
-        ("int8-dynamic", 0.001, 3.0, {"int8-mixed", "weights-8bit", "weights-4bit", "int8-both"}),
+        ("int8-dynamic", 0.001, 3.0, {"int8-mixed", "weights-8bit", "weights-4bit", "int8-both", "fp16"}),
         ("int8-dynamic", 0.001, 1.0, {"int8-mixed", "int8-both"}),
         ("int8-dynamic", 0.1, 3.0, {"int8-both"}),
         ("static-minmax", 0.001, 2.0,
-         {"static-entropy", "static-percentile", "static-mixed", "static-convolutions", "static-tensor", "int8-both"}),
+         {"static-entropy", "static-percentile", "static-mixed", "static-convolutions", "static-tensor", "int8-both",
+          "fp16"}),
         ("static-minmax", 0.001, 0.5, {"static-entropy", "static-percentile", "static-mixed", "int8-both"}),
         ("static-minmax", 0.1, 2.0, {"int8-both"}),
     ],
@@ -110,6 +112,18 @@ def test_what_was_measured_closes_rows(row: str, delta: float, ratio: float, clo
     state = Known()
     state.add(row, Recipe(row), delta, ratio)
     assert {name for name, reason in reasons(state).items() if reason} == closed
+
+
+def test_half_precision_is_tried_where_it_may_win() -> None:
+    assert ROWS["fp16"].when(Known()) == ""
+    assert ROWS["fp16"].when(Known(half_kernels=False)) == ""
+    assert "as fp32 on this processor" in ROWS["fp16"].when(Known(half_kernels=False, calibrated=False))
+    assert ROWS["fp16"].when(Known(linear_kinds=0, convolutions=())) == "no matrix product or convolution"
+    state = Known()
+    state.add("int8-dynamic", Recipe("int8-dynamic", linear={}), 0.001, 1.9)
+    assert ROWS["fp16"].when(state) == ""
+    state.add("int8-mixed", Recipe("int8-mixed", linear={}), 0.001, 2.1)
+    assert ROWS["fp16"].when(state).startswith("not needed: a form that passes is 2.10 times as fast")
 
 
 def test_both_takes_the_fastest_of_each_side() -> None:

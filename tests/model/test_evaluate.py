@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ import pytest
 
 from prefork.errors import ModelError
 from prefork.model import evaluate, evidence
-from prefork.model.evidence import Data, load
+from prefork.model.datafile import BATCH, MAX_ROWS, Feed, fit, load
+from prefork.model.evidence import Data
 from prefork.model.gate import Gate
 from prefork.model.manifest import TensorSpec, Warmup, WarmupInput
 from prefork.tensor import Array
@@ -35,6 +36,16 @@ def saved(folder: Path, **arrays: Array) -> Path:
 
 def data(rows: list[int], labels: list[Array] | None = None, kind: evidence.Kind = "agreement") -> Data:
     return Data([], [{} for _ in rows], rows, labels, "labels" if labels is not None else kind, "")
+
+
+def gathered(
+    gate: Gate,
+    specs: tuple[TensorSpec, ...],
+    recipe: Warmup,
+    limits: Mapping[str, int],
+    runs: Callable[[Feed], bool],
+) -> Data:
+    return evidence.gather(evidence.read(gate, specs), gate, specs, recipe, limits, runs)
 
 
 def test_an_open_axis_is_cut_into_batches(tmp_path: Path) -> None:
@@ -71,6 +82,10 @@ def test_other_shapes_and_constants(tmp_path: Path) -> None:
         ({"labels": np.zeros(3)}, "input 'x' is missing"),
         ({"x": np.zeros((2, 2, 2, 3))}, "expected 2 axes, or one more, found 4"),
         ({"x": np.zeros((0, 3))}, "expected at least one sample"),
+        ({"x": np.zeros((2, 4))}, r"input 'x': expected samples of shape \[batch, 3\], found \[2, 4\]"),
+        ({"x": np.zeros((2, 1, 4))}, r"input 'x': expected \[batch, 3\] in each run, found \[1, 4\]"),
+        ({"x": np.zeros((2, 3)), "labels": np.zeros(3)}, "expected one label for each sample, found 3 for 2 samples"),
+        ({"x": np.full((2, 3), "a")}, "input 'x': expected FP32, found <U1"),
     ],
 )
 def test_files_that_do_not_fit_are_refused(tmp_path: Path, arrays: dict[str, Array], words: str) -> None:
@@ -82,15 +97,15 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path, arrays: dict[str, Arr
 def test_what_is_judged_was_not_calibrated_on(tmp_path: Path) -> None:
     path = saved(tmp_path, x=np.arange(96, dtype=np.float32).reshape(32, 3))
     recipe = Warmup((WarmupInput("x", "tensor", "FP32", (1, 3), "unit"),))
-    found = evidence.gather(Gate(calibration=path), FREE, recipe, {}, lambda _: True)
+    found = gathered(Gate(calibration=path), FREE, recipe, {}, lambda _: True)
     seen = {float(feed["x"][0, 0]) for feed in found.calibration}
     assert not seen & {float(feed["x"][0, 0]) for feed in found.evaluation}
     assert (found.kind, sum(found.rows)) == ("agreement", 16)
     assert "the half that calibration did not see" in found.words
-    judged = evidence.gather(Gate(eval=path), FREE, recipe, {}, lambda _: True)
+    judged = gathered(Gate(eval=path), FREE, recipe, {}, lambda _: True)
     assert (sum(judged.rows), len(judged.calibration)) == (32, 4)
     assert judged.words.endswith("some of which served as calibration")
-    held = evidence.gather(Gate(batches=[{"x": np.zeros((2, 3), np.float32)}]), FREE, recipe, {}, lambda _: True)
+    held = gathered(Gate(batches=[{"x": np.zeros((2, 3), np.float32)}]), FREE, recipe, {}, lambda _: True)
     assert (held.kind, held.rows) == ("agreement", [2])
 
 
@@ -99,20 +114,20 @@ def batch(rows: int, **more: Any) -> dict[str, Any]:
 
 
 def test_a_batch_is_one_run_unless_the_model_wants_it_cut() -> None:
-    held = evidence.fit([batch(2), batch(evidence.MAX_ROWS)], FREE, "m:C")
-    assert [rows for _, rows, _ in held] == [2, evidence.MAX_ROWS]
+    held = fit([batch(2), batch(MAX_ROWS)], FREE, "m:C")
+    assert [rows for _, rows, _ in held] == [2, MAX_ROWS]
     assert held[0][0]["x"].dtype == np.float32
-    large = evidence.fit([batch(20, labels=np.arange(20)), batch(40, labels=np.arange(40))], FREE, "m:C")
-    assert [rows for _, rows, _ in large] == [20, *[evidence.BATCH] * 5]
+    large = fit([batch(20, labels=np.arange(20)), batch(40, labels=np.arange(40))], FREE, "m:C")
+    assert [rows for _, rows, _ in large] == [20, *[BATCH] * 5]
     assert np.concatenate([labels for _, _, labels in large if labels is not None]).tolist() == [*range(20), *range(40)]
     single = (TensorSpec("x", "tensor", "FP32", (1, 3)),)
-    assert [rows for _, rows, _ in evidence.fit([batch(4)], single, "m:C")] == [1] * 4
+    assert [rows for _, rows, _ in fit([batch(4)], single, "m:C")] == [1] * 4
 
 
 def test_batches_with_labels_are_judged_by_the_half_that_calibration_did_not_see() -> None:
     recipe = Warmup((WarmupInput("x", "tensor", "FP32", (1, 3), "unit"),))
     batches = [batch(2, labels=np.array([number, number])) for number in range(6)]
-    found = evidence.gather(Gate(batches=iter(batches)), FREE, recipe, {}, lambda _: True)
+    found = gathered(Gate(batches=iter(batches)), FREE, recipe, {}, lambda _: True)
     assert found.kind == "labels" and found.labels is not None
     assert [labels.tolist() for labels in found.labels] == [[1, 1], [3, 3], [5, 5]]
     assert found.words == "task accuracy on 6 labelled samples, the half that calibration did not see"
@@ -125,24 +140,24 @@ def test_batches_with_labels_are_judged_by_the_half_that_calibration_did_not_see
         ({"y": np.zeros((2, 3))}, "m:C, batch 2: 'y' is none of the model's inputs: x"),
         ({}, "m:C, batch 2: input 'x' is missing"),
         ({"x": np.zeros(())}, "m:C, batch 2: input 'x': expected 2 axes, or one more, found 0"),
-        ({"x": np.array([["a", "b", "c"]])}, "m:C, batch 2: could not convert string to float"),
+        ({"x": np.array([["a", "b", "c"]])}, "m:C, batch 2: input 'x': expected FP32, found <U1"),
     ],
 )
 def test_a_batch_that_does_not_fit_is_named(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
-        evidence.fit([batch(2), given], FREE, "m:C")
+        fit([batch(2), given], FREE, "m:C")
 
 
 def test_generated_inputs_respect_tables_and_are_called_weak() -> None:
     recipe = Warmup((WarmupInput("ids", "tensor", "INT64", (1, 64), "ids"),))
     specs = (TensorSpec("ids", "tensor", "INT64", (1, 64)),)
-    found = evidence.gather(Gate(), specs, recipe, {"ids": 1000}, lambda _: True)
+    found = gathered(Gate(), specs, recipe, {"ids": 1000}, lambda _: True)
     drawn = np.concatenate([feed["ids"] for feed in found.evaluation])
     assert drawn.min() >= 0
     assert 900 < drawn.max() < 1000
     assert found.kind == "generated"
     assert "weakest evidence" in found.words
-    refused = evidence.gather(Gate(), specs, recipe, {"ids": 1000}, lambda _: False)
+    refused = gathered(Gate(), specs, recipe, {"ids": 1000}, lambda _: False)
     assert [feed["ids"].max() for feed in refused.evaluation] == [6]
 
 

@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bench.inputs import FEEDS
 from prefork.errors import ModelError
-from prefork.model import repository
+from prefork.model import half, repository
 from prefork.model.gate import Gate, Measured, Timing, choose, finalists, inaccurate, refusal, slow
 from prefork.model.manifest import Manifest
 from prefork.model.opening import InMemory, Mapped
@@ -194,18 +195,50 @@ def test_a_model_without_anything_to_gain(tmp_path: Path, name: str, reason: str
     assert reason in found.manifest.report["gate"]["reason"]
 
 
-@pytest.mark.parametrize("name", ["mlp", "lstm", "attention", "convolution", "branches"])
+@pytest.mark.parametrize("name", ["mlp", "lstm", "attention", "branches"])
 def test_without_data_the_evidence_is_called_the_weakest(tmp_path: Path, name: str) -> None:
     found = prepared(tmp_path, small.save(getattr(small, name)(), tmp_path / "m.onnx"), Gate(min_speedup=0))
     gate = found.manifest.report["gate"]
     assert "weakest evidence" in gate["evidence"]
     assert not [one for one in gate["failed"] if not one["name"].startswith("weights")]
+    assert any(f"judged by {gate['evidence']}" in note for note in found.manifest.notes)
     check_opens(found)
-    if name == "convolution":
-        assert gate["choice"] == "fp32"
-        assert "give --calibration" in gate["reason"]
-    else:
-        assert gate["choice"] == "int8-dynamic"
+    assert gate["choice"] == "int8-dynamic"
+
+
+def test_convolutions_without_inputs_end_the_search_at_once(tmp_path: Path) -> None:
+    if half.kernels(tmp_path):
+        pytest.skip("this processor computes float16, which needs no ranges")
+    found = prepared(tmp_path, small.save(small.convolution(), tmp_path / "m.onnx"), Gate(min_speedup=0))
+    gate = found.manifest.report["gate"]
+    assert (gate["choice"], gate["candidates"], gate["not_tried"]) == ("fp32", [], [])
+    assert "give --calibration" in gate["reason"]
+
+
+@pytest.mark.parametrize("name", ["overridable", "mlp"])
+def test_data_that_does_not_fit_is_refused_also_where_nothing_can_be_gained(tmp_path: Path, name: str) -> None:
+    path = small.save(getattr(small, name)(), tmp_path / "m.onnx")
+    data = tmp_path / "e.npz"
+    np.savez(data, x=np.zeros((4, 9), np.float32))
+    for gate in (Gate(eval=data), Gate(calibration=data), Gate(eval=data, budget=0)):
+        with pytest.raises(ModelError, match="input 'x': expected"):
+            prepared(tmp_path, path, gate)
+    with pytest.raises(ModelError, match="metric 'no_such_module:f' cannot be imported"):
+        prepared(tmp_path, path, Gate(metric="no_such_module:f"))
+
+
+def test_half_precision_is_measured_when_inputs_are_given(tmp_path: Path) -> None:
+    path = small.save(small.convolution(), tmp_path / "m.onnx")
+    data = tmp_path / "c.npz"
+    np.savez(data, x=np.random.default_rng(0).uniform(-1, 1, (4, 1, 3, 16, 16)).astype(np.float32))
+    gate = prepared(tmp_path, path, Gate(calibration=data, min_speedup=0)).manifest.report["gate"]
+    (tried,) = [one for one in gate["candidates"] if one["name"] == "fp16"] or [None]
+    if tried is None:  # only a form that is twice as fast may make it needless
+        assert gate["not_tried"][-1]["reason"].startswith("not needed: a form that passes is ")
+        return
+    assert tried["treatments"] == {"float16 Conv": 2, "float16 Relu": 1}
+    assert 0 <= tried["delta"] < 0.001
+    assert bool(half.kernels(tmp_path)) != any("computed in fp32" in what for what in tried["kept"])
 
 
 def test_a_quantized_model_is_left_alone(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_nothing_is_left_after_an_error(tmp_path: Path) -> None:
     model = small.model([node], [small.value("x", [1])], [small.value("y", [1])])
     with pytest.raises(ModelError, match=r"operator 'NoSuchOperator' .*node 'odd'"):
         prepared(model, tmp_path)
-    with pytest.raises(ModelError, match="expected one of none, int8, auto, found 'int3'"):
+    with pytest.raises(ModelError, match="expected one of none, int8, fp16, auto, found 'int3'"):
         prepared(small.mlp(), tmp_path, "int3")
     assert list((tmp_path / "work").iterdir()) == []
 

@@ -107,6 +107,73 @@ def test_alone_and_kept_convolutions(tmp_path: Path) -> None:
     assert kept.cosine() > 0.999
 
 
+def swish(mode: str) -> ModelProto:
+    """x [1, 3, 12, 12] -> y [1, 8, 24, 24]: a convolution, hard swish written out, a multiple, a sum cut at zero, a
+    number taken off, twice the size by `mode`, a convolution."""
+    nodes = [
+        helper.make_node("Conv", ["x", "w1"], ["c1"], "one", pads=[1, 1, 1, 1]),
+        helper.make_node("Add", ["c1", "three"], ["p"], "plus"),
+        helper.make_node("Clip", ["p", "zero", "six"], ["k"], "clip"),
+        helper.make_node("Mul", ["c1", "k"], ["m"], "times"),
+        helper.make_node("Div", ["m", "sixth"], ["h"], "sixth"),
+        helper.make_node("Mul", ["half", "h"], ["s"], "multiple"),
+        helper.make_node("Add", ["s", "c1"], ["sum"], "join"),
+        helper.make_node("Relu", ["sum"], ["r"], "cut"),
+        helper.make_node("Sub", ["r", "half"], ["t"], "less"),
+        helper.make_node("Resize", ["t", "", "sizes"], ["u"], "twice", mode=mode),
+        helper.make_node("Conv", ["u", "w2"], ["y"], "two"),
+    ]
+    numbers = {"three": 3, "zero": 0, "six": 6, "sixth": 6, "half": 0.5}
+    weights = [small.weight("w1", 8, 3, 3, 3, seed=1), small.weight("w2", 8, 8, 1, 1, seed=2)]
+    weights += [small.const(name, np.array(number, np.float32)) for name, number in numbers.items()]
+    weights.append(small.const("sizes", np.array([1, 1, 2, 2], np.float32)))
+    shapes = [1, 3, SIZE, SIZE], [1, 8, 2 * SIZE, 2 * SIZE]
+    return small.model(nodes, [small.value("x", shapes[0])], [small.value("y", shapes[1])], weights, opset=13)
+
+
+@pytest.mark.parametrize(("mode", "borders"), [("nearest", 1), ("linear", 2)])
+def test_arithmetic_with_one_number_stays_whole(tmp_path: Path, mode: str, borders: int) -> None:
+    made = Made(swish(mode), tmp_path)
+    assert (made.ops["QuantizeLinear"], made.ops["DequantizeLinear"]) == (borders, borders)
+    assert (made.ops["QLinearAdd"], made.ops["QLinearMul"], made.ops["Resize"]) == (3, 1, 1)
+    assert not made.ops.keys() & {"Conv", "Sub", "Mul", "Div", "Add", "Relu", "Clip"}
+    assert made.cosine() > 0.998
+
+
+@pytest.mark.parametrize(
+    ("op", "number", "first", "found"),
+    [
+        ("Mul", 3.0, True, ("x", 3.0, 0.0)),
+        ("Mul", 3.0, False, ("x", 3.0, 0.0)),
+        ("Div", 4.0, True, ("x", 0.25, 0.0)),
+        ("Div", 4.0, False, None),
+        ("Div", 0.0, True, None),
+        ("Add", -1.0, False, ("x", 1.0, -1.0)),
+        ("Sub", 2.0, True, ("x", 1.0, -2.0)),
+        ("Sub", 2.0, False, None),
+        ("Pow", 2.0, True, None),
+    ],
+)
+def test_what_is_arithmetic_with_one_number(
+    tmp_path: Path, op: str, number: float, first: bool, found: tuple[str, float, float] | None
+) -> None:
+    node = helper.make_node(op, ["x", "n"] if first else ["n", "x"], ["y"])
+    model = small.model(
+        [node], [small.value("x", [4])], [small.value("y", [4])], [small.const("n", np.array([number], np.float32))]
+    )
+    weights = Weights({t.name: t for t in model.graph.initializer}, tmp_path)
+    assert Graph(model).linear(model.graph.node[0], weights) == found
+
+
+def test_a_negative_multiple_is_left_alone(tmp_path: Path) -> None:
+    model = swish("nearest")
+    divisor = next(t for t in model.graph.initializer if t.name == "sixth")
+    divisor.CopyFrom(small.const("sixth", np.array(-6, np.float32)))
+    made = Made(model, tmp_path)
+    assert made.ops["Div"] == 1
+    assert made.cosine() > 0.99
+
+
 def test_weights_of_7_bits(tmp_path: Path) -> None:
     Made(network(), tmp_path, top=63)
     model = external.parse((tmp_path / "q.onnx").read_bytes())

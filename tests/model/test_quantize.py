@@ -11,6 +11,7 @@ import pytest
 from onnx import ModelProto, TensorProto, helper
 
 from prefork.model import external, optimize, probe, quantize, repository, signature
+from prefork.model.forms import FORMS
 from prefork.model.pack import cosine
 from prefork.model.processor import processor
 from prefork.model.weights import per_channel
@@ -22,7 +23,7 @@ LEVEL = ort.GraphOptimizationLevel
 
 def made(model: ModelProto, folder: Path) -> quantize.Form:
     source = repository.read_model(small.save(model, folder / "source.onnx"))
-    return quantize.FORMS["int8"](source, folder, lambda _: None)
+    return FORMS["int8"](source, folder, lambda _: None)
 
 
 def ops(path: Path, level: ort.GraphOptimizationLevel = LEVEL.ORT_ENABLE_ALL) -> Counter[str]:
@@ -95,11 +96,11 @@ def test_a_model_with_nothing_to_gain_is_left_alone(tmp_path: Path, name: str, n
 
 def test_a_quantized_model_is_recognised(tmp_path: Path) -> None:
     first = made(small.mlp(), tmp_path)
-    second = quantize.FORMS["int8"](repository.read_model(first.path), tmp_path, lambda _: None)
+    second = FORMS["int8"](repository.read_model(first.path), tmp_path, lambda _: None)
     assert second.path == first.path
     assert second.name == "quantized-source"
     assert second.notes == ("not quantized: it already is (DynamicQuantizeLinear, MatMulInteger)",)
-    assert quantize.FORMS["none"](repository.read_model(first.path), tmp_path, print).name == "quantized-source"
+    assert FORMS["none"](repository.read_model(first.path), tmp_path, print).name == "quantized-source"
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 def prepare(place: Path, cache: Path, model: Path, *wrapper: str) -> subprocess.Popen[str]:
     work = place / "work"
     work.mkdir(exist_ok=True)
-    flags = ["--cache-dir", str(cache), "--work-dir", str(work), "--log-level", "warning"]
+    flags = ["--cache-dir", str(cache), "--work-dir", str(work), "--log-level", "warning", "--quantize", "none"]
     command = [*wrapper, sys.executable, "-m", "prefork", "prepare", str(model), *flags]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=REPOSITORY, stdout=pipe, stderr=pipe, text=True)
