@@ -162,8 +162,8 @@ def measure(case: Case, models: Path, folder: Path, empty: Found, kinds: Sequenc
     inputs = folder / "inputs.npz"
     given: dict[str, Any] = build(prepared.manifest.warmup)
     np.savez(inputs, **given)
-    size = sum(file.stat().st_size for file in (path, path.with_suffix(".bin")) if file.exists())
-    found = Found(case.title, kernels(prepared.manifest), size / MB, prepared.manifest.weights_bytes / MB)
+    manifest = prepared.manifest
+    found = Found(case.title, kernels(manifest), read_model(path).nbytes / MB, manifest.weights_bytes / MB)
     for way in WAYS:
         how, _, kind = way.partition(" ")
         if kind and kind not in kinds:
