@@ -1,9 +1,10 @@
-"""Claim: on top of one shared segment, a worker holds at most 30 MB of its own (MPNet-base, int8, 8 workers).
+"""Claims: on top of one shared segment a worker holds at most 30 MB of its own, and a server of 8 workers takes at most
+1.3 times the memory of one with a single worker (MPNet-base, int8).
 
 Every process has answered a few requests of 128 tokens before it is measured. Baselines: as many plain processes that
 each open the same int8 file, and a fork server that opens it before it forks. `total` is the sum of PSS over all
-processes, without the segment's mappings, plus all bytes of the segment once; so pages of it that nobody maps count
-too, and pages that only one process maps do not look private.
+processes of a server (master, template, telemetry, workers), without the segment's mappings, plus all bytes of the
+segment once; so pages of it that nobody maps count too, and pages that only one process maps do not look private.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from prefork import control
 
 LENGTH = 128  # tokens
 MOST = 30.0  # MB private per worker
+GROWTH = 1.3  # of the total, from 1 worker to 8
 MB = 1e6
 
 
@@ -85,7 +87,7 @@ def ours(source: Path, form: str, counts: Sequence[int], place: Path) -> dict[in
                 status = server.status()
                 segment = f"/dev/shm/{status['models'][0]['segment']['name']}"
                 workers = [int(row["pid"]) for row in status["workers"] if row["state"] == "ready"]
-                found[count] = held([server.pid, *workers], workers, segment)
+                found[count] = held(procs.descendants(server.pid), workers, segment)
     return found
 
 
@@ -107,21 +109,24 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     report = harness.Report("memory", args)
     source = harness.model(args.models, args.model or ("minilm" if args.quick else "mpnet"))
-    counts = (8,) if args.quick else (1, 2, 4, 8)
+    counts = (1, 8) if args.quick else (1, 2, 4, 8)
     with harness.place() as place:
         for form in ("int8",) if args.quick else ("int8", "none"):
             found = measure(source, form, counts, place)
             show(report, f"{source.stem} {'fp32' if form == 'none' else form}", found)
             report.data[form] = {count: [_plain(one) for one in three] for count, three in found.items()}
             if form == "int8":
-                last = found[8][2]
+                first, last = found[1][2], found[8][2]
                 others = found[8][:2]
+    growth = last.total / first.total
     figure = (
-        f"{source.stem} int8, 8 workers: {last.private:.1f} MB private in the largest worker, {last.added:.1f} MB a "
-        f"worker on top of one segment of {last.segment:.0f} MB (at most {MOST:.0f}); total {last.total:.0f} MB, "
-        f"{others[0].total:.0f} plain, {others[1].total:.0f} pre-loaded"
+        f"{source.stem} int8, 8 workers: {growth:.2f} times the memory of 1 (at most {GROWTH}); "
+        f"{last.private:.1f} MB private in the largest worker, {last.added:.1f} MB a worker on top of one segment of "
+        f"{last.segment:.0f} MB (at most {MOST:.0f}); total {last.total:.0f} MB, {others[0].total:.0f} plain, "
+        f"{others[1].total:.0f} pre-loaded"
     )
-    return report.finish(max(last.private, last.added) <= MOST, figure)
+    holds = max(last.private, last.added) <= MOST and (growth <= GROWTH or args.quick)  # a small model is not the claim
+    return report.finish(holds, figure)
 
 
 def show(report: harness.Report, title: str, found: dict[int, tuple[Held, Held, Held]]) -> None:

@@ -1,4 +1,5 @@
-"""From published segments to sessions that have answered a warm-up. Runs in the worker before it says READY.
+"""From published segments to sessions that have answered a warm-up. Runs in the template, or in a worker that opens the
+models itself, before it says READY.
 
 The only place where a segment and a session meet: shared memory knows no model, the model room knows no segment.
 """
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from prefork.checking import checked
 from prefork.codec.limits import Limits as WireLimits
 from prefork.codec.message import Codec, InferReply, InferRequest
 from prefork.codec.registry import codec_of
@@ -43,19 +45,23 @@ class Ready:
 
 
 def make_ready(models: Sequence[LoadedModel], config: Config, scratch: Path) -> Ready:
-    """Open and warm every model. Raises SegmentError or ModelError naming the model."""
+    """Attach, verify, open and warm every model. Raises SegmentError or ModelError naming the model."""
     tempfile.tempdir = str(scratch)  # what a killed process leaves there goes with the master
-    opened = open_models(models, config.compute.threads)
     costs, limits = Costs(), WireLimits(config.limits.max_tensors, config.limits.max_dims)
-    return Ready(opened, costs, limits, warm(opened, costs, limits))
+    segments = [segment.attach(model.ref) for model in models]
+    with checked(segments):  # wrong weights give wrong numbers, and those are dropped with the error
+        opened = open_models(models, segments, config.compute.threads)
+        notes = warm(opened, costs, limits)
+    return Ready(opened, costs, limits, notes)
 
 
-def open_models(models: Sequence[LoadedModel], threads: int) -> Opened:
-    """Attach, verify and open every model. Raises SegmentError or ModelError naming the model."""
-    opened = Opened({}, [])
-    for model in models:
-        attached = segment.attach(model.ref)
-        attached.verify()
+def open_models(models: Sequence[LoadedModel], segments: Sequence[segment.Segment], threads: int) -> Opened:
+    """Open every model over its segment, of which manifest and graph are verified here, for they are parsed.
+
+    Raises SegmentError or ModelError naming the model."""
+    opened = Opened({}, list(segments))
+    for model, attached in zip(models, segments, strict=True):
+        attached.verify(("manifest", "graph"))
         manifest = Manifest.from_json(attached.section("manifest"))
         weights: Mapped | InMemory
         if attached.path is not None:
@@ -63,7 +69,6 @@ def open_models(models: Sequence[LoadedModel], threads: int) -> Opened:
         else:
             weights = InMemory(attached.section("weights"))
         opened.sessions[model.name] = Session.open(manifest, attached.section("graph"), weights, threads=threads)
-        opened.segments.append(attached)
     return opened
 
 

@@ -40,6 +40,8 @@ class Unfit(PreforkError):
 def main(channel: socket.socket, job: TemplateJob) -> int:
     """Open, warm, prove, then fork until the master lets go. Raises PreforkError when a model cannot be opened."""
     log = job.log.for_role("template", generation=job.generation)
+    gc.collect()  # what the imports made: the collection at the end, which readiness waits for, need not look at it
+    gc.freeze()
     line = Channel(channel)
     if not job.complete:
         job = replace(job, models=_await_models(line), complete=True)
@@ -115,7 +117,7 @@ def _prove_in_child(ready: attach.Ready, tell: int) -> NoReturn:
     code = 1
     try:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it may hang, and a killed template waits for nobody
-        warmed = [session.warm() for session in ready.opened.sessions.values()]
+        warmed = [session.warm(1) for session in ready.opened.sessions.values()]
         os.write(tell, repr(worker.hand_off()).encode())
         code = int(any(warm is not None and warm.matches is False for warm in warmed))
     finally:

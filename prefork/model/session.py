@@ -30,7 +30,7 @@ __all__ = ["Described", "InMemory", "Mapped", "Session", "Warm", "Weights"]
 Parameters: TypeAlias = dict[str, Parameter]
 
 WARM_RUNS = 8
-WARM_SECONDS = 0.05  # a start should not wait longer for a figure that later runs correct
+WARM_SECONDS = 0.02  # a start should not wait longer for a figure that later runs correct
 
 
 BINDABLE_GRAPH = 1 << 20  # bytes; bindings keep the Python class, and that the graph, of which small models are made
@@ -49,8 +49,8 @@ class Described(NamedTuple):
 
 
 class Warm(NamedTuple):
-    """`seconds`: median of one run, the first left out. `matches`: whether the outputs were, bit for bit, those that
-    the loader saw; None where it gave none to compare with, or there are several threads."""
+    """`seconds`: median of one run, the first left out where there are more. `matches`: whether the outputs were, bit
+    for bit, those that the loader saw; None where it gave none to compare with, or there are several threads."""
 
     seconds: float
     matches: bool | None
@@ -124,8 +124,9 @@ class Session:
             flatten(spec.name, value, parts, extra)
         return parts, extra
 
-    def warm(self) -> Warm | None:
-        """Run the manifest's warm-up a few times, within about WARM_SECONDS; None when it has none.
+    def warm(self, most: int = WARM_RUNS) -> Warm | None:
+        """Run the manifest's warm-up `most` times, or fewer: no other run after WARM_SECONDS, but a second one where
+        more than one is allowed. None when it has none.
 
         Raises as `run` does: what ran in the loader does not run here."""
         warmup = self.manifest.warmup
@@ -140,11 +141,11 @@ class Session:
         times = [perf_counter() - started]
         values = unflatten(outputs, extra)
         same = digest(self._names, [values[name] for name in self._names]) == warmup.digest
-        while len(times) < WARM_RUNS and (len(times) == 1 or sum(times) < WARM_SECONDS):
+        while len(times) < most and (len(times) == 1 or sum(times) < WARM_SECONDS):
             started = perf_counter()
             self.run(tensors, (), parameters)
             times.append(perf_counter() - started)
-        return Warm(median(times[1:]), same if warmup.digest is not None and self._threads == 1 else None)
+        return Warm(median(times[1:] or times), same if warmup.digest is not None and self._threads == 1 else None)
 
     def close(self) -> None:
         """Give up the model; a later `run` raises FailedPrecondition. Outputs already given stay valid."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from prefork.errors import ConfigError, SegmentCorrupt, SegmentMissing
@@ -170,11 +170,14 @@ def decode(raw: bytes, size: int, what: str, *, unpublished: bool = False) -> He
     return header
 
 
-def verify(view: memoryview, header: Header, what: str) -> None:
-    """Read every byte of the segment `view` against its checksums. Raises SegmentCorrupt naming the section."""
+def verify(view: memoryview, header: Header, what: str, names: Collection[str] = ()) -> None:
+    """Read every byte of the segment `view`, or of the sections `names`, against its checksums. Raises SegmentCorrupt
+    naming the section."""
     if view[HEADER_SIZE:FIRST_SECTION_OFFSET] != _ZEROS:
         raise SegmentCorrupt(f"segment {what}: bytes {HEADER_SIZE} to {FIRST_SECTION_OFFSET} are not zero")
     for section in header.sections:
+        if names and section.name not in names:
+            continue
         found = checksum(view[section.offset : section.offset + section.extent])
         _expect(what, f"section {section.name!r} checksum", section.checksum, found)
 

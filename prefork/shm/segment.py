@@ -6,6 +6,7 @@ has the rules. Knows layout, posix and sysv; knows no model.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeAlias, cast
@@ -74,9 +75,9 @@ class Segment:
         section = self.header.section(name)
         return self._attachment.view[section.offset : section.offset + section.size]
 
-    def verify(self) -> None:
-        """Read every byte against its checksum. Raises SegmentCorrupt naming the section."""
-        layout.verify(self._attachment.view, self.header, str(self.ref))
+    def verify(self, names: Collection[str] = ()) -> None:
+        """Read every byte of these sections, or of all, against its checksum. Raises SegmentCorrupt naming one."""
+        layout.verify(self._attachment.view, self.header, str(self.ref), names)
 
     def close(self) -> None:
         """Unmap. Idempotent. Raises SegmentError while a view of a section is in use."""
