@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from prefork.compat import broken
 from prefork.config import ModelConfig
 from prefork.errors import NotFound
+from prefork.jobs import LoadedModel
 
 Kind = Literal["start", "reload", "rollback", "restart"]
 Phase = Literal["loading", "opening", "rolling", "holding", "returning", "done", "failed"]
@@ -21,7 +23,7 @@ Phase = Literal["loading", "opening", "rolling", "holding", "returning", "done",
 @dataclass(slots=True)
 class Change:
     """One change, under way or over. `share`: of the slots that moves before it is judged; `hold`: seconds, for ever
-    when infinite; times are monotonic seconds."""
+    when infinite; `forced`: clients may notice a difference; times are monotonic seconds."""
 
     number: int
     kind: Kind
@@ -31,6 +33,7 @@ class Change:
     reason: str = ""
     share: float = 1.0
     hold: float = math.inf
+    forced: bool = False
     held_at: float = 0.0
     losses: int = 0
     ended: float | None = None
@@ -51,6 +54,16 @@ class Change:
             "workers": wanted,
             "seconds": round((self.ended or time.monotonic()) - self.began, 3),
         }
+
+
+def misfit(serving: Iterable[LoadedModel], coming: Iterable[LoadedModel]) -> str:
+    """Which coming model would not do for the clients of the one of its name, and why; nothing when all do."""
+    signatures = {model.name: model.report.get("signature") for model in serving}
+    for model in coming:
+        was, now = signatures.get(model.name), model.report.get("signature")
+        if was and now and (why := broken(was, now)):
+            return f"model {model.name!r}: {why}; its clients would fail (force it if they know)"
+    return ""
 
 
 def only(names: Sequence[str], found: Sequence[ModelConfig], serving: Sequence[ModelConfig]) -> list[ModelConfig]:

@@ -21,9 +21,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from prefork.background import quietly
 from prefork.channel import MAX_FDS, MESSAGE_BYTES, encode
 from prefork.errors import PreforkError
 
@@ -164,7 +166,8 @@ def _become(role: str, channel: socket.socket, job: Any, keep: set[int], master:
         os.environ.update(NUMERIC_ENVIRONMENT)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         gc.disable()
-        main: Callable[[socket.socket, Any], int] = importlib.import_module(f"prefork.{role}").main
+        load = partial(importlib.import_module, f"prefork.{role}")
+        main: Callable[[socket.socket, Any], int] = (quietly(load) if getattr(job, "quiet", False) else load()).main
         gc.enable()
         code = main(channel, job)
     except PreforkError as e:

@@ -83,6 +83,7 @@ def _change_commands(commands: Any) -> None:
     reload.add_argument("models", nargs="*", metavar="MODEL", help="only these; default: all")
     reload.add_argument("--canary", metavar="SHARE", help="only so many workers, as 10%%, until promote or rollback")
     reload.add_argument("--canary-seconds", type=float, metavar="S", help="then decide by errors and latency; or never")
+    reload.add_argument("--force", action="store_true", help="also when inputs or outputs change, at clients' cost")
     changes = [
         reload,
         _command(commands, "rollback", _change, "give up the change under way, else serve what was served before it"),
@@ -205,7 +206,7 @@ def _stop(args: argparse.Namespace) -> int:
 
 
 def _reload(args: argparse.Namespace) -> int:
-    values: dict[str, Any] = {"models": args.models}
+    values: dict[str, Any] = {"models": args.models, "force": args.force}
     if args.canary is not None:
         values["canary"] = ctlchange.share(args.canary)
     if args.canary_seconds is not None:

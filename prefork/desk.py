@@ -114,9 +114,12 @@ class Desk:
             raise InvalidArgument(f"reload: models must be a list of names, found {names!r}")
         share = request.number("canary", 0.0, 1.0, default=1.0)
         hold = request.number("canary_seconds", 0.0, LONGEST, default=math.inf)
-        return self._changed(lambda: self.reload(names, share, hold))
+        forced = request.args.get("force", False) is True
+        return self._changed(lambda: self.reload(names, share, hold, forced=forced))
 
-    def reload(self, names: Sequence[str], share: float = 1.0, hold: float = math.inf) -> Change:
+    def reload(
+        self, names: Sequence[str], share: float = 1.0, hold: float = math.inf, *, forced: bool = False
+    ) -> Change:
         """Serve the models of the configuration as its sources have it now, loaded anew; or only those of `names`.
 
         Raises ConfigError, FailedPrecondition or NotFound; nothing has changed then."""
@@ -127,7 +130,7 @@ class Desk:
             self._log.warning(text)
         if ignored := effective.differing(self._config, found):
             self._log.warning("changed but read at a start only", keys=", ".join(ignored))
-        return self._turnover.reload(found.models, names, share, hold)
+        return self._turnover.reload(found.models, names, share, hold, forced=forced)
 
     def upgrade(self) -> dict[str, Any]:
         """Start the program anew, to take our place. Raises FailedPrecondition."""

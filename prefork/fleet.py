@@ -72,7 +72,7 @@ class Fleet:
         """Workers of this generation are forked from a template, which imports what it needs while models load."""
         job = TemplateJob(
             self._log, self._config, generation.number, generation.models, self.board, self._work.path, os.getpid(),
-            places=self._places, complete=generation.state == "loaded",
+            places=self._places, complete=generation.state == "loaded", quiet=self.up,
         )  # fmt: skip
         if self._config.server.template == "off":
             generation.nursery.forgo("template is off")

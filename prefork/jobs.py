@@ -81,7 +81,7 @@ class TelemetryJob:
 class TemplateJob:
     """Open `models` once and fork workers that serve them. `master_pid`: who takes the workers over. `places`:
     CPUs by slot, in turn; none when workers are not pinned. `complete`: false when the models are told later, over the
-    channel."""
+    channel. `quiet`: others serve meanwhile, and go before us."""
 
     log: Logger
     config: Config
@@ -91,6 +91,7 @@ class TemplateJob:
     scratch: Path
     master_pid: int
     complete: bool = True
+    quiet: bool = False
     places: Places = ()
 
     @property

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from prefork import cache_key, handler
 from prefork.cache import Cache, CacheError, Damaged, Entry, locate, placeholder
 from prefork.channel import Channel
+from prefork.compat import signature
 from prefork.digests import Digests
 from prefork.errors import ModelError, SegmentError
 from prefork.jobs import MANIFEST, LoaderJob
@@ -270,4 +271,5 @@ class Loader:
             "origin": origin,
             "notes": [note[:500] for note in manifest["notes"][:20]],
             "prepare_s": round(time.monotonic() - self._began, 3),
+            "signature": signature(manifest["inputs"], manifest["outputs"]),
         }

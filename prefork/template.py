@@ -20,10 +20,12 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from prefork import attach, worker
+from prefork.background import quietly
 from prefork.channel import Channel
 from prefork.child import CRASH, PR_SET_PDEATHSIG, prctl, report_failure
 from prefork.errors import PreforkError
@@ -45,7 +47,8 @@ def main(channel: socket.socket, job: TemplateJob) -> int:
     line = Channel(channel)
     if not job.complete:
         job = replace(job, models=_await_models(line), complete=True)
-    ready = attach.make_ready(job.models, job.config, job.scratch)
+    open_models = partial(attach.make_ready, job.models, job.config, job.scratch)
+    ready = quietly(open_models) if job.quiet else open_models()
     for note in ready.notes:
         log.warning("no warm-up", reason=note)
     try:

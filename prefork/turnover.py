@@ -82,9 +82,15 @@ class Turnover:
             stored.left = stored.model.name in names
 
     def reload(
-        self, found: Sequence[ModelConfig], names: Sequence[str] = (), share: float = 1.0, hold: float = math.inf
+        self,
+        found: Sequence[ModelConfig],
+        names: Sequence[str] = (),
+        share: float = 1.0,
+        hold: float = math.inf,
+        *,
+        forced: bool = False,
     ) -> Change:
-        """Load the models of `found` anew, or only those of `names`, and serve them. `share`, `hold`: as in Change.
+        """Load the models of `found` anew, or only those of `names`, and serve them. The others: as in Change.
 
         Raises FailedPrecondition while another change is under way, NotFound for a name that is not in `found`."""
         serving = self._idle()
@@ -92,7 +98,7 @@ class Turnover:
         if names:
             found = changes.only(names, found, serving.wanted)
             kept = {stored.model.name: stored for stored in serving.stored if stored.model.name not in names}
-        return self._begin("reload", self._next(found, kept), share, hold)
+        return self._begin("reload", self._next(found, kept), share, hold, forced=forced)
 
     def rollback(self) -> Change:
         """Give up the change that is under way; else serve what was served before the last one.
@@ -199,10 +205,12 @@ class Turnover:
     def _of(self, child: Child) -> Generation | None:
         return next((g for g in (self.coming, self.serving) if g is not None and g.number == child.generation), None)
 
-    def _begin(self, kind: Kind, coming: Generation, share: float = 1.0, hold: float = math.inf) -> Change:
+    def _begin(
+        self, kind: Kind, coming: Generation, share: float = 1.0, hold: float = math.inf, *, forced: bool = False
+    ) -> Change:
         self.coming, self._given_up = coming, ""
         self.change = Change(
-            self.change.number + 1, kind, coming.number, time.monotonic(), share=share, hold=hold
+            self.change.number + 1, kind, coming.number, time.monotonic(), share=share, hold=hold, forced=forced
         )  # fmt: skip
         if kind != "start":
             self._log.info(kind, generation=coming.number, models=[model.name for model in coming.wanted])
@@ -220,6 +228,8 @@ class Turnover:
         elif coming.error is not None or self._given_up:
             self.error = coming.error
             self._drop(self._given_up or (coming.error.message if coming.error else ""))
+        elif self.change.kind == "reload" and not self.change.forced and (why := self._misfit()):
+            self._drop(why)
         else:
             coming.nursery.give(coming.models)
             self._reporting.models(coming.models)
@@ -228,6 +238,9 @@ class Turnover:
                 self._finish()
             else:
                 self.change.phase = "opening"
+
+    def _misfit(self) -> str:
+        return changes.misfit(self.serving.models, self.coming.models) if self.serving and self.coming else ""
 
     def _open(self) -> None:
         assert self.coming is not None

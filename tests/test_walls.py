@@ -17,12 +17,12 @@ PACKAGE = ROOT / "prefork"
 
 # What of ours a room (a folder, or a file at the top) may import besides itself. `a.b` allows that file only.
 LEAVES = {"errors", "log", "options", "config"}
-BOTH_SIDES = {"channel", "jobs"}
+BOTH_SIDES = {"channel", "jobs", "background"}
 MASTER = {
     *LEAVES, *BOTH_SIDES, "notify", "cpus", "placement", "listener", "control", "shm",
     "child", "slots", "fleet", "nursery", "generation", "house", "status", "control_server", "workdir", "reporting",
     "change", "turnover", "canary", "recycle", "desk", "watch", "effective",
-    "activation", "herald", "watchdog", "supervisor", "estate", "succession", "signals",
+    "activation", "herald", "watchdog", "supervisor", "estate", "succession", "signals", "compat",
     "preflight", "oom",
 }  # fmt: skip
 SERVING = {"errors", "tensor", "value", "codec", "model.session", "observe", "shm.scoreboard", "shm.words", "shm.arena"}
@@ -42,6 +42,8 @@ WALLS: dict[str, set[str]] = {
     "placement": set(),
     "demo": set(),
     "channel": set(),
+    "compat": set(),
+    "background": set(),
     "ctlview": {"ctlchange"},
     "ctlchange": {"errors"},
     "tensor": {"errors"},
@@ -58,7 +60,7 @@ WALLS: dict[str, set[str]] = {
     "client": {"errors", "tensor", "value", "codec"},
     "serving": SERVING,
     "jobs": {"config", "log", "placement", "shm"},
-    "loader": {*LEAVES, *BOTH_SIDES, "shm", "cache", "cache_key", "digests", "preparation", "handler", "bar"},
+    "loader": {*LEAVES, *BOTH_SIDES, "compat", "shm", "cache", "cache_key", "digests", "preparation", "handler", "bar"},
     "preparation": {*LEAVES, *BOTH_SIDES, "tensor", "shm", "model", "handler", "calibration"},
     "handler": {"errors"},
     "calibration": {"errors", "tensor", "handler"},
