@@ -51,7 +51,7 @@ class Desk:
             "rollback": lambda _: self._changed(self._turnover.rollback),
             "restart": lambda _: self._changed(self._turnover.restart),
             "promote": lambda _: self._changed(self._turnover.promote),
-            "change": lambda _: self._turnover.row(),
+            "change": self._change,
             "drain": lambda request: self._slot(request, self._fleet.drain),
             "undrain": lambda request: self._slot(request, self._fleet.undrain),
             "recycle": self._recycle,
@@ -102,6 +102,8 @@ class Desk:
             raise InvalidArgument(f"reload: models must be a list of names, found {names!r}")
         share = request.number("canary", 0.0, 1.0, default=1.0)
         hold = request.number("canary_seconds", 0.0, LONGEST, default=math.inf)
+        if not math.isinf(hold) and share >= 1:
+            raise InvalidArgument("reload: canary_seconds needs a canary below 1, which is what it decides on")
         return self._changed(lambda: self._server.reload(names, share, hold))
 
     def _changed(self, begin: Callable[[], Change]) -> dict[str, Any]:
@@ -109,6 +111,9 @@ class Desk:
             raise FailedPrecondition(f"the server is {self._server.state}, expected ready")
         begin()
         return self._turnover.row()
+
+    def _change(self, request: Request) -> dict[str, Any]:
+        return self._turnover.row(request.integer("number", 1, 2**53) if "number" in request.args else 0)
 
     def _slot(self, request: Request, deed: Callable[[int, float], None]) -> dict[str, Any]:
         count = len(self._fleet.slots)
