@@ -250,10 +250,10 @@ class Fleet:
             raise FailedPrecondition(f"recycle: slot {index} cannot have another worker now; see the log")
 
     def recycle_due(self, now: float) -> None:
-        """Replace workers that have lived long enough, one at a time."""
+        """Replace workers that have lived long enough, one at a time and the oldest first."""
         if any(slot.successor is not None for slot in self.slots):
             return
-        for slot in self.slots:
+        for slot in sorted(self.slots, key=lambda slot: slot.child.started if slot.child else now):
             if slot.ready and slot.child is not None and (reason := self._recycling.reason(slot.child, now)):
                 self._log.info("recycling worker", slot=slot.index, pid=slot.child.pid, reason=reason)
                 self.replace(slot, slot.generation, now)
