@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from prefork.errors import FailedPrecondition, NotFound
+from prefork.codec.message import Kind
+from prefork.errors import Code, FailedPrecondition, NotFound
 from prefork.shm.sweep import list_segments
-from tests.roles.changing import answer, ask, change, ctl, hold, links, reload, traffic, until_phase
+from tests.roles.changing import X, answer, ask, change, ctl, hold, links, reload, traffic, until_phase
 from tests.roles.models import adder, unknown_operator
 from tests.roles.server import Server
 from tests.roles.watch import LogWatch, children_of, until, wait_gone
+from tests.roles.wire import Wire, infer
 
 
 @pytest.fixture
@@ -201,3 +203,23 @@ def test_scaling_while_the_slots_roll(server: Server) -> None:
         until(server, lambda: len(server.workers()) == 1, "one worker")
     assert answer(server) == (10, "3") and {row["generation"] for row in server.rows()} <= {3, None}
     assert clients.count()
+
+
+def test_clients_that_stay_are_seen_off(place: Path) -> None:
+    """One is quiet, one asks on whatever it is told; both are answered as long as they may be, and end in order."""
+    args = ("--workers", "1", "--graceful-timeout", "2", "--model", f"adder={adder(place / 'a.onnx', 1)}")
+    with Server(place, *args) as server, Wire(server.address) as quiet, Wire(server.unix) as deaf:
+        for wire in (quiet, deaf):
+            wire.send(infer(1, "adder", x=X))
+            assert wire.answer().values["y"].tolist() == [2, 3]
+        ask(server, "reload")
+        kinds, number = [int(Kind.INFER_REPLY)], 1
+        while kinds[-1] != Kind.ERROR:
+            number += 1
+            deaf.send(infer(number, "adder", x=X))
+            kinds.append(deaf.answer().kind)
+        told = kinds.index(Kind.GOAWAY)
+        assert kinds[told + 1 : told + 10] == [Kind.INFER_REPLY] * 9 and kinds.count(Kind.GOAWAY) == 2
+        assert all(answer.refused(Code.UNAVAILABLE, "draining") for answer in deaf.end())
+        assert [answer.kind for answer in quiet.end()] == [Kind.GOAWAY]
+        until(server, lambda: not server.status()["leaving"], "the end of the old worker")
