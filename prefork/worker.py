@@ -252,6 +252,7 @@ class Worker:
         have heard that they should."""
         for index in list(self._listening):
             self._deafen(index)
+        await asyncio.sleep(0)  # a connection that was accepted just now enters in the loop's next turn
         service = self._service
         service.retire()
         while service.clients and not service.draining and time.monotonic() < min(end, self._end):
