@@ -26,6 +26,7 @@ from tests.roles.watch import children_of, until
 from tests.roles.wire import Wire, infer
 
 X = np.array([1.0, 2.0], np.float32)
+PACE = 1e-3  # seconds between two requests of a client, which leave some of the processor to the servers
 BOARD = "memfd:prefork-scoreboard"
 
 
@@ -171,12 +172,12 @@ class Traffic:
 
     def _kept(self, address: str) -> None:
         with Client(address, retries=0, pool_size=1) as client:
-            while not self._over.is_set():
+            while not self._over.wait(PACE):
                 reply = client.infer_raw(self._model, {"x": X})
                 self.answers["kept"].append((added(reply), reply.model_version))
 
     def _fresh(self, address: str) -> None:
-        while not self._over.is_set():
+        while not self._over.wait(PACE):
             with Wire(address) as wire:
                 wire.send(infer(1, self._model, x=X))
                 found = wire.answer()

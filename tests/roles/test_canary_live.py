@@ -16,12 +16,22 @@ from tests.roles.server import Server
 from tests.roles.watch import LogWatch, until
 from tests.roles.wire import Wire, infer
 
+MANY = 500  # rounds of requests
 LONG = 3600.0  # seconds that no test waits for; what ends before is ended by the figures
 
 
 @pytest.fixture
-def server(place: Path) -> Iterator[Server]:
-    args = ("--workers", "2", "--run-in", "inline", "--model", f"adder={adder(place / 'a.onnx', 1)}")
+def server(place: Path, module_place: Path) -> Iterator[Server]:
+    args = (
+        "--workers",
+        "2",
+        "--cache-dir",
+        str(module_place / "cache"),
+        "--run-in",
+        "inline",
+        "--model",
+        f"adder={adder(place / 'a.onnx', 1)}",
+    )
     with Server(place, *args) as found:
         yield found
 
@@ -30,11 +40,13 @@ def generations(server: Server) -> list[int | None]:
     return sorted(row["generation"] for row in server.rows())
 
 
-def ask_both(server: Server, count: int) -> None:
-    """So many requests to each worker, one after the other; their answers may be errors."""
+def ask_until_judged(server: Server) -> None:
+    """Requests to both workers, whose answers may be errors, for as long as the canary holds."""
     with ExitStack() as stack:
         wires = [stack.enter_context(Wire(server.address)) for _ in range(16)]
-        for turn in range(count):
+        for turn in range(MANY):
+            if ask(server, "change")["phase"] != "holding":
+                return
             for wire in wires:
                 wire.send(infer(turn + 1, "adder", x=X))
             for wire in wires:
@@ -73,17 +85,17 @@ def test_a_changed_signature_is_rejected(server: Server, place: Path) -> None:
     adder(place / "a.onnx", 2, called="other")
     assert ask(server, "reload", canary=0.5, canary_seconds=LONG)["hold_s"] == LONG
     until_phase(server, "holding")
-    ask_both(server, 60)
+    ask_until_judged(server)
     found = until_phase(server, "failed")
     assert found["reason"].startswith("canary rejected: 100.00% of its") and "0.00% of the old" in found["reason"]
     assert generations(server) == [1, 1] and answer(server) == (1, "1")
 
 
 def test_a_slower_model_is_rejected(server: Server, place: Path) -> None:
-    adder(place / "a.onnx", 2, rounds=20)
+    adder(place / "a.onnx", 2, rounds=10)
     ask(server, "reload", canary=0.5, canary_seconds=LONG)
     until_phase(server, "holding")
-    ask_both(server, 60)
+    ask_until_judged(server)
     found = until_phase(server, "failed")
     assert found["reason"].startswith("canary rejected: its p99 of a run is"), found
     assert answer(server) == (1, "1")
@@ -106,7 +118,7 @@ def test_ctl_tells_that_a_canary_was_rejected(server: Server, place: Path) -> No
     with LogWatch(server) as log:
         assert ctl(server, "reload", "--canary", "50%", "--canary-seconds", str(LONG), "--no-wait").returncode == 0
         log.wait("canary holds")
-    ask_both(server, 60)
+    ask_until_judged(server)
     assert until_phase(server, "failed")["kind"] == "reload"
     with pytest.raises(FailedPrecondition, match="the last change is failed"):
         ask(server, "promote")

@@ -33,8 +33,29 @@ PHASES = ("loading", "opening", "rolling", "holding", "returning")
 
 @pytest.fixture
 def server(place: Path) -> Iterator[Server]:
+    """Every load takes as long as preparing the model does."""
     with Server(place, "--workers", "2", "--model", f"adder={adder(place / 'a.onnx', 1)}") as found:
         yield found
+
+
+@pytest.fixture
+def quick(place: Path, module_place: Path) -> Iterator[Server]:
+    """Loaders only copy the model."""
+    with cached(place, module_place) as found:
+        yield found
+
+
+def cached(place: Path, module_place: Path) -> Server:
+    cache = str(module_place / "cache")
+    return Server(place, "--workers", "2", "--cache-dir", cache, "--model", f"adder={adder(place / 'a.onnx', 1)}")
+
+
+def prepared(place: Path, module_place: Path, phase: str) -> Server:
+    """A loader that is to be stopped must live for a while."""
+    found = cached(place, module_place)
+    if phase == "loading":
+        found.args += ("--cache-dir", "")
+    return found
 
 
 def generations(server: Server) -> list[int]:
@@ -50,8 +71,8 @@ def only_the_first_serves(server: Server) -> None:
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT], ids=["term", "quit"])
-def test_the_server_stops_in_any_phase(place: Path, phase: str, number: int) -> None:
-    server = Server(place, "--workers", "2", "--model", f"adder={adder(place / 'a.onnx', 1)}").start()
+def test_the_server_stops_in_any_phase(place: Path, module_place: Path, phase: str, number: int) -> None:
+    server = prepared(place, module_place, phase).start()
     hold(server, phase)
     everyone = children_of(server.pid)
     assert server.stop(number) == 0
@@ -60,8 +81,8 @@ def test_the_server_stops_in_any_phase(place: Path, phase: str, number: int) -> 
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_killed_master_takes_everybody_along_in_any_phase(place: Path, phase: str) -> None:
-    server = Server(place, "--workers", "2", "--model", f"adder={adder(place / 'a.onnx', 1)}").start()
+def test_a_killed_master_takes_everybody_along_in_any_phase(place: Path, module_place: Path, phase: str) -> None:
+    server = prepared(place, module_place, phase).start()
     hold(server, phase)
     everyone = children_of(server.pid)
     assert server.process is not None
@@ -115,16 +136,16 @@ def template_beside(server: Server, loader: int) -> int:
     return newcomer(server, serving, board=True)
 
 
-def test_a_template_that_dies_again_ends_the_change(server: Server) -> None:
-    held, pids = hold(server, "opening"), server.workers()
-    known = {*pids, server.status()["template"]["pid"], *held.stopped}
+def test_a_template_that_dies_again_ends_the_change(quick: Server) -> None:
+    held, pids = hold(quick, "opening"), quick.workers()
+    known = {*pids, quick.status()["template"]["pid"], *held.stopped}
     os.kill(held.stopped[0], signal.SIGKILL)
-    second = newcomer(server, known, board=True)
+    second = newcomer(quick, known, board=True)
     os.kill(second, signal.SIGKILL)
-    found = until_phase(server, "failed", "done")
+    found = until_phase(quick, "failed", "done")
     assert found["phase"] == "failed" and "template does not come up: killed by SIGKILL" in found["reason"]
-    only_the_first_serves(server)
-    assert server.workers() == pids
+    only_the_first_serves(quick)
+    assert quick.workers() == pids
 
 
 def test_a_segment_that_vanishes_is_named(server: Server, place: Path) -> None:
@@ -164,39 +185,39 @@ def successor(server: Server) -> int:
     )
 
 
-def test_a_template_that_does_not_fork_in_a_change_is_killed(server: Server) -> None:
+def test_a_template_that_does_not_fork_in_a_change_is_killed(quick: Server) -> None:
     """And the workers that were asked of it open the models themselves."""
-    held = hold(server, "rolling")
+    held = hold(quick, "rolling")
     wait_gone(held.stopped[0])
-    assert until_phase(server, "failed", "done")["phase"] == "done"
-    assert answer(server) == (1, "2")
+    assert until_phase(quick, "failed", "done")["phase"] == "done"
+    assert answer(quick) == (1, "2")
 
 
-def test_the_old_generation_may_die_while_slots_move(server: Server) -> None:
-    held = hold(server, "rolling")
-    old = [row["pid"] for row in server.rows() if row["generation"] == 1]
+def test_the_old_generation_may_die_while_slots_move(quick: Server) -> None:
+    held = hold(quick, "rolling")
+    old = [row["pid"] for row in quick.rows() if row["generation"] == 1]
     os.kill(old[0], signal.SIGKILL)
     wait_gone(old[0])
     held.go()
-    assert until_phase(server, "failed", "done")["phase"] == "done"
-    assert answer(server) == (1, "2") and server.status()["restarts"] == 1
+    assert until_phase(quick, "failed", "done")["phase"] == "done"
+    assert answer(quick) == (1, "2") and quick.status()["restarts"] == 1
 
 
-def test_a_canary_that_dies_again_and_again_is_rejected(server: Server) -> None:
-    canary(server)
+def test_a_canary_that_dies_again_and_again_is_rejected(quick: Server) -> None:
+    canary(quick)
     for turn in range(2):
         pid = until(
-            server,
-            lambda: next((r["pid"] for r in server.rows() if r["generation"] == 2 and r["state"] == "ready"), 0),
+            quick,
+            lambda: next((r["pid"] for r in quick.rows() if r["generation"] == 2 and r["state"] == "ready"), 0),
             "a canary",
         )
         os.kill(pid, signal.SIGKILL)
         wait_gone(pid)
         if turn == 0:
-            assert ask(server, "change")["phase"] == "holding"
-    found = until_phase(server, "failed")
+            assert ask(quick, "change")["phase"] == "holding"
+    found = until_phase(quick, "failed")
     assert "died: killed by SIGKILL" in found["reason"]
-    only_the_first_serves(server)
+    only_the_first_serves(quick)
 
 
 def test_the_log_is_reopened_in_a_template_that_waits_for_its_models(server: Server) -> None:
@@ -212,18 +233,18 @@ def test_the_log_is_reopened_in_a_template_that_waits_for_its_models(server: Ser
     )
 
 
-def test_a_drained_slot_and_a_recycled_worker(server: Server) -> None:
-    with traffic(server):
-        ask(server, "drain", slot=1)
-        until(server, lambda: server.rows()[1]["state"] == "retired", "an empty slot")
-        assert change(server, "restart")["workers"] == 1
-        ask(server, "undrain", slot=1)
-        until(server, lambda: server.rows()[1]["state"] == "ready", "a worker again")
-        before = server.workers()
-        assert ctl(server, "recycle", "0").returncode == 0
-        until(server, lambda: server.workers()[0] not in (before[0], None), "another worker")
-        assert server.workers()[1] == before[1]
-    assert ctl(server, "drain", "2").returncode != 0 and server.status()["restarts"] == 0
+def test_a_drained_slot_and_a_recycled_worker(quick: Server) -> None:
+    with traffic(quick):
+        ask(quick, "drain", slot=1)
+        until(quick, lambda: quick.rows()[1]["state"] == "retired", "an empty slot")
+        assert change(quick, "restart")["workers"] == 1
+        ask(quick, "undrain", slot=1)
+        until(quick, lambda: quick.rows()[1]["state"] == "ready", "a worker again")
+        before = quick.workers()
+        assert ctl(quick, "recycle", "0").returncode == 0
+        until(quick, lambda: quick.workers()[0] not in (before[0], None), "another worker")
+        assert quick.workers()[1] == before[1]
+    assert ctl(quick, "drain", "2").returncode != 0 and quick.status()["restarts"] == 0
 
 
 def test_workers_are_recycled_by_their_requests(place: Path) -> None:

@@ -20,10 +20,10 @@ from tests.roles.wire import Wire, infer
 
 
 @pytest.fixture
-def server(place: Path) -> Iterator[Server]:
-    """Two workers; `adder` adds 10, `other` adds 20."""
+def server(place: Path, module_place: Path) -> Iterator[Server]:
+    """Two workers; `adder` adds 10, `other` adds 20. What was prepared before is prepared no more."""
     models = ("--model", f"adder={adder(place / 'a.onnx', 10)}", "--model", f"other={adder(place / 'o.onnx', 20)}")
-    with Server(place, "--workers", "2", *models) as found:
+    with Server(place, "--workers", "2", "--cache-dir", str(module_place / "cache"), *models) as found:
         yield found
 
 
@@ -150,9 +150,9 @@ def test_a_restart_replaces_everybody(server: Server) -> None:
 
 
 def test_one_change_at_a_time_and_a_hup_waits(server: Server, place: Path) -> None:
-    held = hold(server, "loading")
+    held = hold(server, "opening")
     for command in ("reload", "restart"):
-        with pytest.raises(FailedPrecondition, match="reload is loading; one change at a time"):
+        with pytest.raises(FailedPrecondition, match="reload is opening; one change at a time"):
             ask(server, command)
     with pytest.raises(FailedPrecondition, match="no canary"):
         ask(server, "promote")
