@@ -2,7 +2,8 @@
 
 Runs in the master and reads the scoreboard. Both sides are seen over the same span under the same load, so what ails
 the machine ails both. The share of failed answers is compared by the one-sided two-proportion z-test (pooled variance);
-the latency by the 99th percentile of the compute time, as far as the scoreboard's histogram resolves it.
+the latency by the share of runs that take much longer than the 99th percentile of the old generation's, of which there
+are one in a hundred, as far as the scoreboard's histogram resolves it.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
+from prefork.child import Child
+from prefork.errors import SegmentCorrupt
 from prefork.shm.scoreboard import Scoreboard
 from prefork.shm.words import BOUNDS, Stage
 from prefork.slots import Slot
 
 ENOUGH = 100  # answers of the new generation before anything is said
 Z = 3.0  # standard errors above the old generation's share of failures: one false alarm in 740
-WORSE = 0.01  # absolute share of failures that is never excused by a small sample
-SLOWER = 1.5  # times the old generation's 99th percentile
+WORSE = 0.01  # difference of the shares of failures that is always excused, however sure it is
+SLOWER = 1.5  # times the old generation's 99th percentile; above the ratio of two neighbouring bounds of the histogram
 
 Verdict = Literal["wait", "pass", "fail"]
 
@@ -40,25 +43,37 @@ class Figures:
 
 
 class Watch:
-    """The ready workers of `slots` from now on. A worker that comes later is not compared: it has no beginning here."""
+    """The ready workers of `slots` from now on, and those that come later from when they are first seen."""
 
     def __init__(self, board: Scoreboard, slots: Sequence[Slot]) -> None:
         self._board = board
         self._slots = slots
-        self._began = {id(slot.child): self._figures(slot) for slot in slots if slot.ready}
+        self._began: dict[Child, Figures] = {}
+        self._seen()
 
     def judge(self, new: Callable[[Slot], bool], *, over: bool) -> tuple[Verdict, str]:
         """The verdict on the slots that are `new`, and why; `over` as for `judge` below."""
         sides: dict[bool, list[Figures]] = {True: [], False: []}
-        for slot in self._slots:
-            if slot.ready and (began := self._began.get(id(slot.child))):
-                sides[new(slot)].append(self._figures(slot).since(began))
+        for slot, child, now in self._seen():
+            sides[new(slot)].append(now.since(self._began[child]))
         ours = total(sides[True])
         return judge(ours, total(sides[False]), BOUNDS, over=over) if ours else ("wait", "")
 
-    def _figures(self, slot: Slot) -> Figures:
-        assert slot.child is not None
-        reading = self._board.read(slot.child.row)
+    def _seen(self) -> list[tuple[Slot, Child, Figures]]:
+        """What the ready workers have done since they are on their rows."""
+        found = []
+        for slot in self._slots:
+            if slot.ready and slot.child is not None and (figures := self._figures(slot.child)):
+                self._began.setdefault(slot.child, figures)
+                found.append((slot, slot.child, figures))
+        return found
+
+    def _figures(self, child: Child) -> Figures | None:
+        """None when the worker wrote nonsense, for which the fleet kills it."""
+        try:
+            reading = self._board.read(child.row)
+        except SegmentCorrupt:
+            return None
         failed = sum(reading.errors)
         return Figures(reading.values["replies_ok"] + failed, failed, reading.stages[Stage.COMPUTE].counts)
 
@@ -95,12 +110,21 @@ def _error(new: Figures, old: Figures | None) -> float:
 
 
 def _slower(new: Figures, old: Figures, bounds: Sequence[float]) -> str:
-    if sum(new.times) < ENOUGH or sum(old.times) < ENOUGH:
+    runs = sum(new.times)
+    if runs < ENOUGH or sum(old.times) < ENOUGH:
         return ""
-    ours, theirs = p99(new.times, bounds), p99(old.times, bounds)
-    return f"its p99 of a run is {ours * 1e3:.3g} ms, the old generation's {theirs * 1e3:.3g} ms" * (
-        ours > SLOWER * theirs
-    )
+    theirs = p99(old.times, bounds)
+    if above(new.times, bounds, SLOWER * theirs) <= 0.01 * runs + Z * math.sqrt(0.01 * 0.99 * runs):
+        return ""
+    return f"its p99 of a run is {p99(new.times, bounds) * 1e3:.3g} ms, the old generation's {theirs * 1e3:.3g} ms"
+
+
+def above(times: Sequence[int], bounds: Sequence[float], limit: float) -> float:
+    """How many of `times` are above `limit` seconds; of the bucket that it lies in, the part above it."""
+    found = float(times[-1]) if limit < bounds[-1] else 0.0
+    for count, low, high in zip(times, [0.0, *bounds], bounds, strict=False):
+        found += count * min(1.0, max(0.0, (high - limit) / (high - low)))
+    return found
 
 
 def p99(times: Sequence[int], bounds: Sequence[float]) -> float:

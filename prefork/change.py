@@ -52,6 +52,7 @@ class Change:
             "reason": self.reason,
             "moved": moved,
             "workers": wanted,
+            "hold_s": None if math.isinf(self.hold) else self.hold,
             "seconds": round((self.ended or time.monotonic()) - self.began, 3),
         }
 

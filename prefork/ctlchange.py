@@ -38,15 +38,14 @@ def follow(ask: Ask, command: str, values: Mapping[str, Any], timeout: float, *,
     Raises ChangeFailed when it failed, DeadlineExceeded when it is not over after `timeout` seconds, and what the
     server refuses it with."""
     row: dict[str, Any] = ask(command, **values)
-    number, end = row["number"], time.monotonic() + timeout
-    while wait and row["number"] == number and row["phase"] not in ("done", "failed", "holding"):
+    end = time.monotonic() + timeout
+    given_up = command == "rollback" and bool(row["reason"])  # the change that was under way, whose end is wanted
+    while wait and not _rests(row):
         if time.monotonic() >= end:
             raise DeadlineExceeded(f"{command} is {row['phase']} after {timeout:g} s; it goes on")
         time.sleep(LOOK)
-        row = ask("change")
-    if row["number"] != number:
-        raise ChangeFailed(f"{command}: another change followed before its end was seen")
-    if row["phase"] == "failed" and command != "rollback":
+        row = ask("change", number=row["number"])
+    if row["phase"] == "failed" and not given_up:
         raise ChangeFailed(f"{command} failed, the models served before are served on: {row['reason']}")
     return row
 
@@ -67,6 +66,10 @@ def upgrade(ask: Ask, timeout: float, *, wait: bool) -> dict[str, Any]:
             raise DeadlineExceeded(f"upgrade: process {pid} is not ready after {timeout:g} s; it goes on")
         time.sleep(LOOK)
     return row
+
+
+def _rests(row: Mapping[str, Any]) -> bool:
+    return row["phase"] in ("done", "failed") or (row["phase"] == "holding" and row.get("hold_s") is None)
 
 
 def view(row: Mapping[str, Any]) -> str:

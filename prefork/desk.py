@@ -62,7 +62,7 @@ class Desk:
             "upgrade": lambda _: self.upgrade(),
             "restart": lambda _: self._changed(self._turnover.restart),
             "promote": lambda _: self._changed(self._turnover.promote),
-            "change": lambda _: self._turnover.row(),
+            "change": self._change,
             "drain": lambda request: self._slot(request, self._fleet.drain),
             "undrain": lambda request: self._slot(request, self._fleet.undrain),
             "recycle": self._recycle,
@@ -114,6 +114,8 @@ class Desk:
             raise InvalidArgument(f"reload: models must be a list of names, found {names!r}")
         share = request.number("canary", 0.0, 1.0, default=1.0)
         hold = request.number("canary_seconds", 0.0, LONGEST, default=math.inf)
+        if not math.isinf(hold) and share >= 1:
+            raise InvalidArgument("reload: canary_seconds needs a canary below 1, which is what it decides on")
         forced = request.args.get("force", False) is True
         return self._changed(lambda: self.reload(names, share, hold, forced=forced))
 
@@ -152,6 +154,9 @@ class Desk:
             raise FailedPrecondition(f"the server is {self._server.state}, expected ready")
         begin()
         return self._turnover.row()
+
+    def _change(self, request: Request) -> dict[str, Any]:
+        return self._turnover.row(request.integer("number", 1, 2**53) if "number" in request.args else 0)
 
     def _slot(self, request: Request, deed: Callable[[int, float], None]) -> dict[str, Any]:
         count = len(self._fleet.slots)

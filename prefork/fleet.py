@@ -24,7 +24,7 @@ from prefork.recycle import Recycling
 from prefork.shm import words as board
 from prefork.shm.scoreboard import Scoreboard
 from prefork.shm.words import WorkerState
-from prefork.slots import YOUNG, Rows, Slot
+from prefork.slots import Rows, Slot
 from prefork.workdir import WorkDir
 
 MAX_SLOTS = 1024
@@ -37,7 +37,7 @@ BIRTH = 30.0  # seconds that a successor forked from a template may take, which 
 
 class Fleet:
     """Doors: `open_template`, `serve`, `replace`, `tend`, `ready`, `left`, `asks_to_leave`, `look`, `scale_to`, `stop`,
-    `close`. `lost`: told of each worker that dies coming up or young."""
+    `close`. `lost`: told of each wanted worker that dies unasked."""
 
     def __init__(
         self, config: Config, log: Logger, work: WorkDir, add: Callable[[Child], None], count: int,
@@ -162,10 +162,11 @@ class Fleet:
         )  # fmt: skip
         if child is slot.successor:
             self._succeed(slot, child, now)
-        if slot.guardian is not None:
-            guardian = self.slots[slot.guardian].child
-            if guardian is not None:
-                guardian.send({"command": "release", "slot": slot.index})
+        if slot.guardian is not None and slot.ready:
+            guardian = self.slots[slot.guardian]
+            for minder in (guardian.child, guardian.successor):
+                if minder is not None:
+                    minder.send({"command": "release", "slot": slot.index})
             slot.guardian = None
         if self.up or not all(other.ready for other in self.slots if other.wanted):
             return False
@@ -184,6 +185,21 @@ class Fleet:
             if not before.leaving:
                 self._dismiss(before, now)
 
+    def abandon(self, slot: Slot, now: float) -> None:
+        """Do without the slot's successor, if there is one. One that listens may have clients, so it drains."""
+        child = slot.successor
+        if child is None:
+            return
+        if self._listens(child):
+            slot.successor = None
+            self.replaced.add(child)
+            self._dismiss(child, now)
+        else:
+            child.kill(signal.SIGKILL)
+
+    def _listens(self, child: Child) -> bool:
+        return self.board.peek(child.row, board.STATE) >= WorkerState.READY
+
     def left(self, child: Child, code: int, now: float, *, stopping: bool) -> PreforkError | None:
         """A worker is reaped with wait status `code`. The error that ends a start, if any."""
         slot = self.slots[child.slot]
@@ -201,8 +217,7 @@ class Fleet:
             self._log.warning("worker died", slot=slot.index, pid=child.pid, how=how, reason=reason)
         else:
             self._log.info("worker left", slot=slot.index, pid=child.pid, how=how)
-        young = child.ready_at is None or now - child.ready_at < YOUNG
-        if young and slot.wanted and not stopping and not child.leaving:
+        if slot.wanted and not stopping and not child.leaving:
             self.lost(child, reason)
         if not self.up and not stopping and (said or slot.failures >= BOOT_TRIES):
             return status.boot_error(f"worker of slot {slot.index}", reason, child.code(code))
@@ -242,13 +257,14 @@ class Fleet:
         slot = self.slots[index]
         if not slot.ready or slot.successor is not None:
             raise FailedPrecondition(f"recycle: slot {index} has no ready worker, or it is being replaced already")
-        self.replace(slot, slot.generation, now)
+        if not self.replace(slot, slot.generation, now):
+            raise FailedPrecondition(f"recycle: slot {index} cannot have another worker now; see the log")
 
     def recycle_due(self, now: float) -> None:
-        """Replace workers that have lived long enough, one at a time."""
+        """Replace workers that have lived long enough, one at a time and the oldest first."""
         if any(slot.successor is not None for slot in self.slots):
             return
-        for slot in self.slots:
+        for slot in sorted(self.slots, key=lambda slot: slot.child.started if slot.child else now):
             if slot.ready and slot.child is not None and (reason := self._recycling.reason(slot.child, now)):
                 self._log.info("recycling worker", slot=slot.index, pid=slot.child.pid, reason=reason)
                 self.replace(slot, slot.generation, now)
@@ -273,7 +289,8 @@ class Fleet:
             slot.settled(now)
         for child in self.workers():
             if child.pid == children.UNBORN:
-                self.generations[child.generation].nursery.look(child.started, now)
+                if generation := self.generations.get(child.generation):  # else its template is being killed
+                    generation.nursery.look(child.started, now)
             elif child.leaving:
                 if child.kill_at is not None and now >= child.kill_at:
                     self._log.warning("worker does not leave, killing it", slot=child.slot, pid=child.pid)
@@ -288,7 +305,8 @@ class Fleet:
         """Whether a successor that has nothing to open does not come up; one that opens models takes what it takes."""
         if child is not self.slots[child.slot].successor or now - child.started <= BIRTH:
             return False
-        return self.generations[child.generation].nursery.state == "ready"
+        generation = self.generations.get(child.generation)
+        return generation is not None and generation.nursery.state == "ready"
 
     def _look_at(self, child: Child, now: float) -> None:
         timeout = self._config.server.worker_timeout
@@ -343,8 +361,7 @@ class Fleet:
         leaving = [slot.child for slot in retiring if slot.child is not None]
         for slot in retiring:
             slot.wanted = False
-            if slot.successor is not None:
-                slot.successor.kill(signal.SIGKILL)
+            self.abandon(slot, now)
         for child in leaving:
             child.leaving = True
         self._guard(now)
@@ -359,11 +376,10 @@ class Fleet:
             generation.nursery.close()
         if not again:
             for slot in self.slots:
-                if slot.successor is not None:
-                    slot.successor.kill(signal.SIGKILL)
+                self.abandon(slot, now)
                 if not slot.ready:
                     slot.wanted = False
-                    if slot.child is not None and slot.child.ready_at is None:
+                    if slot.child is not None and slot.child.ready_at is None and not self._listens(slot.child):
                         slot.child.kill(signal.SIGKILL)
             self._guard(now)
         for child in self.workers():

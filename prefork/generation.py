@@ -119,6 +119,7 @@ class Generation:
         try:
             return self._spawn(model, self._work.sub(f"g{self.number}-{len(self.stored)}"))
         except OSError as e:
+            self._work.drop(f"g{self.number}-{len(self.stored)}")
             self._give_up(model, f"its loader cannot be started: {e.strerror}", SegmentFull.exit_code)
             return None
 

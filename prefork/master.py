@@ -176,12 +176,12 @@ class Master:
         if self._state == "loading":
             self._look_at_start()
         if self._state in ("starting", "ready"):
-            self._turnover.tend(now)
+            self._survive(lambda: self._turnover.tend(now))
             if error := self._fleet.tend(now):
                 self._fail(error)
         if self._reload_asked and self._state == "ready" and self._turnover.change.over:
             self._reload_asked = False
-            self._unasked("reload", lambda: self._desk.reload([]))
+            self._survive(lambda: self._unasked("reload", lambda: self._desk.reload([])))
         self._report(now)
         if now >= self._next_look:
             # a master that was frozen itself gives its workers a second to tick

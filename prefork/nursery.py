@@ -29,6 +29,7 @@ from prefork.log import Logger
 from prefork.status import boot_error
 
 State = Literal["none", "opening", "ready", "unfit", "dead"]
+TRIES = 2  # templates that may die coming up before a change is given up
 BIRTH = 5.0  # seconds that a template may take to fork, which takes it milliseconds
 
 
@@ -40,6 +41,7 @@ class Nursery:
         self._log = log
         self._job: TemplateJob | None = None
         self._failures = 0
+        self._said_why = False
         self.state: State = "none"
         self.reason = ""
         self.retry_at = 0.0
@@ -83,6 +85,11 @@ class Nursery:
     def waiting(self) -> bool:
         return self.state == "opening" and self._failures == 0
 
+    @property
+    def hopeless(self) -> bool:
+        """No template comes up: the last one said why, which the next would say too, or too many have died."""
+        return self.state == "dead" and (self._said_why or self._failures >= TRIES)
+
     def spawn(self, job: WorkerJob) -> Child | None:
         """Have the template fork a worker; None when that is not to be had, and the worker must come from the master.
 
@@ -122,6 +129,7 @@ class Nursery:
         if self.state != "unfit" and not child.leaving:
             self.state = "dead"
             self._failures += 1
+            self._said_why = said is not None
             self.reason = str(said["message"]) if said else child.how(code)
             self.retry_at = now + max(1.0, slots.delay(self._failures))
             self._log.warning("template died", pid=child.pid, reason=self.reason)
@@ -140,6 +148,7 @@ class Nursery:
         if self.template is not None:
             self.template.leaving = True
             self.template.kill(signal.SIGKILL)
+            self.template = None  # once it is reaped its pid may be another's
 
 
 def _models(models: Sequence[LoadedModel]) -> Iterator[dict[str, Any]]:

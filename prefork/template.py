@@ -30,6 +30,7 @@ from prefork.channel import Channel
 from prefork.child import CRASH, PR_SET_PDEATHSIG, prctl, report_failure
 from prefork.errors import PreforkError
 from prefork.jobs import LoadedModel, TemplateJob, WorkerJob
+from prefork.log import Logger
 from prefork.shm.segment import SegmentRef
 
 PROOF_SECONDS = 60.0  # for one forked child to answer every warm-up; it takes milliseconds or for ever
@@ -46,7 +47,7 @@ def main(channel: socket.socket, job: TemplateJob) -> int:
     gc.freeze()
     line = Channel(channel)
     if not job.complete:
-        job = replace(job, models=_await_models(line), complete=True)
+        job = replace(job, models=_await_models(line, log), complete=True)
     open_models = partial(attach.make_ready, job.models, job.config, job.scratch)
     ready = quietly(open_models) if job.quiet else open_models()
     for note in ready.notes:
@@ -74,7 +75,7 @@ def main(channel: socket.socket, job: TemplateJob) -> int:
     return 0
 
 
-def _await_models(line: Channel) -> tuple[LoadedModel, ...]:
+def _await_models(line: Channel, log: Logger) -> tuple[LoadedModel, ...]:
     """What the master tells when its loaders are done. All that this process imports has been imported meanwhile."""
     models: list[LoadedModel] = []
     poll = select.poll()
@@ -88,6 +89,8 @@ def _await_models(line: Channel) -> tuple[LoadedModel, ...]:
                     models.append(LoadedModel(str(message["name"]), ref, {}, int(message["version"])))
                 case "prove":
                     return tuple(models)
+                case "reopen":
+                    log.reopen()
     os._exit(0)
 
 

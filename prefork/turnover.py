@@ -27,14 +27,15 @@ from prefork.canary import Watch
 from prefork.change import Change, Kind, Phase
 from prefork.child import Child
 from prefork.config import Config, ModelConfig
-from prefork.errors import FailedPrecondition, PreforkError
+from prefork.errors import FailedPrecondition, NotFound, PreforkError
 from prefork.fleet import Fleet
 from prefork.generation import Generation, Stored
 from prefork.log import Logger
 from prefork.reporting import Reporting
 from prefork.slots import Slot
 
-LOSSES = 2  # workers that may die coming up, without a reason of their own, before a change is given up
+LOSSES = 2  # workers of the new generation that die, without a reason of their own, before a change is given up
+REMEMBERED = 16  # changes whose ends can still be asked for: another may begin before somebody has
 Make = Callable[[int, Sequence[ModelConfig], Mapping[str, Stored]], Generation]
 
 
@@ -66,6 +67,7 @@ class Turnover:
         self._given_up = ""
         self._watch: Watch | None = None
         self.numbers = 0
+        self._rows: dict[int, dict[str, Any]] = {}  # of the changes that ended last, by number
         fleet.lost = self._lost
 
     # what can be asked for
@@ -133,8 +135,13 @@ class Turnover:
         """The model whose loader runs now, or nothing."""
         return self.coming.loading if self.coming is not None else ""
 
-    def row(self) -> dict[str, Any]:
-        """The last change, as the control socket tells it."""
+    def row(self, number: int = 0) -> dict[str, Any]:
+        """A change, as the control socket tells it: the last one, or that of `number`. Raises NotFound when it was too
+        long ago."""
+        if number and number != self.change.number:
+            if number not in self._rows:
+                raise NotFound(f"change {number} is not known (any more); the last one is {self.change.number}")
+            return self._rows[number]
         wanted = [slot for slot in self._fleet.slots if slot.wanted]
         return self.change.row(sum(map(self._moved, wanted)), len(wanted))
 
@@ -167,7 +174,7 @@ class Turnover:
         """Take the change as far as it goes now."""
         match self.change.phase:
             case "opening":
-                self._open()
+                self._open(now)
             case "rolling":
                 self._roll(now)
             case "holding":
@@ -242,13 +249,14 @@ class Turnover:
     def _misfit(self) -> str:
         return changes.misfit(self.serving.models, self.coming.models) if self.serving and self.coming else ""
 
-    def _open(self) -> None:
+    def _open(self, now: float) -> None:
         assert self.coming is not None
         nursery = self.coming.nursery
-        if nursery.state == "dead":
+        if nursery.hopeless:
             self._drop(f"the template does not come up: {nursery.reason}")
-        elif not nursery.waiting:
+        elif nursery.state in ("ready", "unfit"):
             self.change.phase = "rolling"
+            self._roll(now)
 
     def _roll(self, now: float) -> None:
         """Bring up one successor at a time: more of them would take the processor from those who serve."""
@@ -257,10 +265,10 @@ class Turnover:
         if any(slot.successor is not None for slot in wanted):
             return
         left = [slot for slot in wanted if not self._moved(slot)]
-        if not left:
-            self._finish()
-        elif len(wanted) - len(left) >= max(1, round(change.share * len(wanted))):
+        if change.share < 1 and len(wanted) - len(left) >= max(1, round(change.share * len(wanted))):
             self._hold_begins(now)
+        elif not left:
+            self._finish()
         elif left[0].ready or (left[0].child is None and left[0].generation != change.generation):
             fleet.replace(left[0], change.generation, now)
 
@@ -307,14 +315,17 @@ class Turnover:
         return [child for child in found if not child.leaving]
 
     def _lost(self, child: Child, reason: str) -> None:
-        """A worker died before it was ready. One that says why would say so again."""
+        """A worker died. One that says why would say so again."""
         change = self.change
         if child.generation != change.generation or change.phase not in ("rolling", "holding"):
+            return
+        if change.kind == "restart" and child.started < change.began:
             return
         change.losses += 1
         said = child.said is not None and child.said.get("event") == "failed"
         if said or change.losses >= LOSSES:
-            self._give_up(f"worker of slot {child.slot} does not come up: {reason}")
+            how = "does not come up" if child.ready_at is None else "died"
+            self._give_up(f"worker of slot {child.slot} {how}: {reason}")
 
     def _give_up(self, reason: str) -> None:
         """The serving generation stays, or gets back what it had."""
@@ -333,8 +344,7 @@ class Turnover:
             assert self.serving is not None
             self._fleet.serve(self.serving)
             for slot in self._fleet.slots:
-                if slot.successor is not None:
-                    slot.successor.kill(signal.SIGKILL)
+                self._fleet.abandon(slot, time.monotonic())
 
     def _drop(self, reason: str) -> None:
         """Nothing of the coming generation serves: it goes."""
@@ -369,6 +379,8 @@ class Turnover:
     def _end(self, phase: Phase, reason: str) -> None:
         change = self.change
         change.phase, change.reason, change.ended = phase, reason, time.monotonic()
+        self._rows[change.number] = self.row()
+        self._rows.pop(change.number - REMEMBERED, None)
         if change.kind != "start":
             say = self._log.info if phase == "done" else self._log.error
             say(f"{change.kind} {phase}", **{k: v for k, v in self.row().items() if k not in ("kind", "phase") and v})

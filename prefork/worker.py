@@ -135,13 +135,13 @@ class Worker:
         self._loop.add_signal_handler(signal.SIGTERM, self._channel.send, {"event": "leaving"})
         self._loop.set_exception_handler(self._loop_fault)
         self._loop.add_signal_handler(signal.SIGUSR1, self._log.reopen)
-        self._loop.add_reader(self._channel.fileno(), self._hear)
+        self._beat()
+        self._slot.move(WorkerState.READY)  # before it listens: one that is not READY has no client
         sockets = {**self._job.listeners, **({UNIX: self._job.unix} if self._job.unix is not None else {})}
         for index, sock in sockets.items():
             if task := self._adopt(index, sock):
                 await task
-        self._beat()
-        self._slot.move(WorkerState.READY)
+        self._loop.add_reader(self._channel.fileno(), self._hear)  # only now: it may say to release one of them
         self._channel.send({"event": "ready"})
         how = await self._leave
         self._slot.move(WorkerState.DRAINING)
@@ -288,8 +288,8 @@ class Worker:
             if how == "retire" or ("unix" if index == UNIX else "slots") in self._kept:
                 self._deafen(index)
         end = time.monotonic() + self._job.config.server.graceful_timeout
-        if how == "retire":
-            await self._retire(end)
+        if how == "retire":  # half the time for those who ask on, the other half for what they have asked by then
+            await self._retire((time.monotonic() + end) / 2)
         self._service.drain()
         if how != "retire":
             await self._sweep()
@@ -306,15 +306,14 @@ class Worker:
     async def _retire(self, end: float) -> None:
         """Serve the clients that have connections until they have gone elsewhere, or have been quiet for long enough to
         have heard that they should."""
+        for index in list(self._listening):
+            self._deafen(index)
+        await asyncio.sleep(0)  # a connection that was accepted just now enters in the loop's next turn
         service = self._service
         service.retire()
-        await asyncio.sleep(0)  # a connection that was accepted in the loop's last turn is only made in this one
-
-        def gone() -> bool:
+        while service.clients and not service.draining and time.monotonic() < min(end, self._end):
             service.see_off(GOAWAY_GRACE)
-            return not service.clients or service.draining
-
-        await self._until(end, gone)
+            await self._until(time.monotonic() + LOOK, lambda: not service.clients or service.draining)
 
     def _quit(self) -> None:
         """Answer all that is in flight and let it leave; what the lane is in is not waited for."""

@@ -58,6 +58,7 @@ def test_every_key_has_a_flag_that_reaches_it(tmp_path: Path) -> None:
         "pin": "cores",
         "shm": "sysv",
         "keep_previous": "off",
+        "template": "off",
         "run_in": "thread",
         "log_level": "error",
         "log_format": "json",

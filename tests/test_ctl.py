@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 import prefork
-from prefork import ctlview
+from prefork import ctlchange, ctlview
 from prefork.ctl import build_parser
+from prefork.ctlchange import ChangeFailed
 from prefork.ctlinfer import SMALL, show
+from prefork.errors import DeadlineExceeded, InvalidArgument
 from prefork.tensor import numpy_dtype
 from tests.roles.server import REPOSITORY, Server
 
@@ -73,6 +75,55 @@ def test_common_flags_stand_on_either_side() -> None:
     for argv in (["--json", "--control", "/c", "status"], ["status", "--json", "--control", "/c"]):
         args = build_parser().parse_args(argv)
         assert (args.json, args.control, args.config) == (True, "/c", None)
+
+
+def test_shares() -> None:
+    assert [ctlchange.share(text) for text in ("10%", "0.1", "100%", "1")] == [0.1, 0.1, 1.0, 1.0]
+    for text in ("0", "0%", "101%", "1.5", "-5%", "nan", "ten", "", "%"):
+        with pytest.raises(InvalidArgument, match="expected a share such as 10%"):
+            ctlchange.share(text)
+
+
+class Told:
+    """A server that tells these rows, one a question."""
+
+    def __init__(self, *rows: dict[str, Any]) -> None:
+        self.rows = [{"number": 7, "kind": "reload", "reason": "", "hold_s": None, **row} for row in rows]
+        self.asked: list[Any] = []
+
+    def __call__(self, command: str, **values: Any) -> dict[str, Any]:
+        self.asked.append((command, values))
+        return self.rows.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("command", "rows"),
+    [
+        ("reload", [{"phase": "loading"}, {"phase": "rolling"}, {"phase": "done"}]),
+        ("reload", [{"phase": "loading"}, {"phase": "holding"}]),
+        ("reload", [{"phase": "holding", "hold_s": 60.0}, {"phase": "done", "hold_s": 60.0}]),
+        ("promote", [{"phase": "rolling"}, {"phase": "done"}]),
+        ("rollback", [{"phase": "returning", "reason": "rolled back"}, {"phase": "failed", "reason": "rolled back"}]),
+    ],
+)
+def test_a_change_is_followed_to_its_end(command: str, rows: list[dict[str, Any]]) -> None:
+    told = Told(*rows)
+    assert ctlchange.follow(told, command, {}, 60.0, wait=True)["phase"] == rows[-1]["phase"] and told.rows == []
+    assert told.asked[1:] == [("change", {"number": 7})] * (len(rows) - 1)
+
+
+@pytest.mark.parametrize("command", ["reload", "restart", "promote", "rollback"])
+def test_a_change_that_fails_is_an_error(command: str) -> None:
+    told = Told({"phase": "opening"}, {"phase": "failed", "reason": "why it did"})
+    with pytest.raises(ChangeFailed, match=f"{command} failed, .* served on: why it did") as caught:
+        ctlchange.follow(told, command, {}, 60.0, wait=True)
+    assert caught.value.exit_code == 1
+
+
+def test_to_wait_has_an_end() -> None:
+    with pytest.raises(DeadlineExceeded, match="reload is loading after 0 s; it goes on"):
+        ctlchange.follow(Told({"phase": "loading"}), "reload", {}, 0.0, wait=True)
+    assert ctlchange.follow(Told({"phase": "loading"}), "reload", {}, 0.0, wait=False)["phase"] == "loading"
 
 
 def ctl(*args: str) -> subprocess.CompletedProcess[str]:

@@ -60,6 +60,22 @@ def test_workers_wait_for_the_first_template_only(nursery: Nursery, job: WorkerJ
     assert nursery.retry_at >= 11.0 and nursery.reopen(10.5) is None and nursery.spawn(job) is None
 
 
+def test_hope_ends_with_the_second_death_or_with_a_reason(nursery: Nursery) -> None:
+    template = nursery.template
+    assert template is not None and not nursery.hopeless
+    nursery.left(template, KILLED, 0.0, started=True)
+    assert nursery.state == "dead" and not nursery.hopeless
+    nursery.template, nursery.state = template, "opening"
+    nursery.left(template, KILLED, 0.0, started=True)
+    assert nursery.hopeless
+    nursery.template, nursery.state = template, "opening"
+    nursery.hear({"event": "ready"})
+    assert not nursery.hopeless
+    template.said = {"event": "failed", "message": "no such operator"}
+    nursery.left(template, 65 << 8, 0.0, started=True)
+    assert nursery.hopeless and nursery.reason == "no such operator"
+
+
 def test_a_request_carries_the_sockets(nursery: Nursery, job: WorkerJob, template: tuple[Child, socket.socket]) -> None:
     nursery.hear({"event": "ready"})
     child = nursery.spawn(job)
@@ -136,6 +152,7 @@ def test_a_closed_nursery_forgets_its_template_quietly(nursery: Nursery, job: Wo
     template = nursery.template
     assert template is not None
     nursery.close()
+    assert nursery.template is None, "nobody kills it again, when its pid may be another's"
     nursery.close()
     assert nursery.left(template, KILLED, 0.0, started=True) is None
     assert nursery.state == "none" and nursery.template is None and nursery.spawn(job) is None

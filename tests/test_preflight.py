@@ -31,7 +31,7 @@ def config(folder: Path, megabytes: int = 100, **flags: str) -> Config:
     path = folder / "m.onnx"
     with path.open("wb") as file:
         file.truncate(megabytes * MIB)
-    return load({"workers": "4", "runtime_dir": str(folder), **flags}, {}, models=[str(path)])
+    return load({"workers": "4", "runtime_dir": str(folder), "quantize": "none", **flags}, {}, models=[str(path)])
 
 
 def look(folder: Path, found: Facts, **flags: str) -> list[Finding]:

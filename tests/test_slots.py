@@ -9,7 +9,7 @@ import pytest
 
 from prefork import slots
 from prefork.child import Child
-from prefork.slots import FIRST_DELAY, GUARDED_DELAY, LAST_DELAY, YOUNG, Slot
+from prefork.slots import FIRST_DELAY, GUARDED_DELAY, LAST_DELAY, YOUNG, Rows, Slot
 
 
 @pytest.fixture
@@ -136,3 +136,26 @@ def test_a_guardian_that_leaves_for_good_frees_whom_it_minded(row: list[Slot]) -
     guardian.wanted = False
     seat(guardian, leaving=True)
     assert ward in slots.unguarded(row, 0.0)
+
+
+def test_a_slot_with_a_successor_is_not_empty(row: list[Slot]) -> None:
+    seat(row[0])
+    row[0].successor = Child("worker", 0, 2, 1 << 30, row[0].listener, started=50.0)
+    leave(row[0], 50.0)
+    assert slots.due(row[:1], 1e9) == [] and slots.next_due(row[:1]) is None
+    assert slots.unguarded(row[:1], 50.0) == [] and slots.unguarded(row[:1], 50.0 + GUARDED_DELAY) == row[:1]
+    row[0].successor = None
+    assert slots.due(row[:1], 1e9) == row[:1]
+
+
+def test_rows_are_given_once_and_taken_again() -> None:
+    rows = Rows(3)
+    assert [rows.take(-1), rows.take(0), rows.take(2)] == [0, 1, 2] and rows.high == 3
+    assert rows.take(1) is None
+    rows.give(1)
+    rows.give(1)
+    assert rows.take(2) == 1 and rows.take(-1) is None
+    rows.give(0)
+    rows.give(2)
+    assert rows.take(2) == 2, "a slot keeps its row, and with it its counters, where it can"
+    assert rows.high == 3

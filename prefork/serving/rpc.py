@@ -306,7 +306,7 @@ class Connection(Stream):
     def quiet(self, now: float, patience: float) -> bool:
         """Whether nothing is outstanding here and nothing has been heard for `patience` seconds."""
         idle = not self._jobs and not self._held and self._began is None and not self.unsent
-        return self.state is State.OPEN and idle and now - self.heard > patience
+        return self.state is State.OPEN and idle and now - self.heard > patience and not self.unread
 
     def refuse(self, error: StatusError) -> None:
         """End the connection for a reason that is the worker's."""

@@ -100,7 +100,7 @@ class Service:
             Kind.MODEL_METADATA: self._model_metadata,
             Kind.MODEL_READY: self._model_ready,
             Kind.SERVER_METADATA: lambda _: ServerMetadata("prefork-serve", prefork.__version__, []),
-            Kind.SERVER_READY: lambda _: Ready(not self.leaving),
+            Kind.SERVER_READY: lambda _: Ready(not self.draining),
             Kind.SERVER_LIVE: lambda _: Ready(True),
         }
 
@@ -164,7 +164,7 @@ class Service:
         return request.name in self._models and request.version in ("", self._versions[request.name])
 
     def _model_ready(self, message: Message) -> Ready:
-        return Ready(self._has(_model_request(message)) and not self.leaving)
+        return Ready(self._has(_model_request(message)) and not self.draining)
 
     def _model_metadata(self, message: Message) -> ModelMetadata:
         request = _model_request(message)

@@ -7,7 +7,9 @@ that answers are outstanding. Nothing here knows a frame or a request.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import select
+import termios
 from enum import IntEnum
 from typing import cast
 
@@ -96,6 +98,14 @@ class Stream(asyncio.Protocol):
     def unsent(self) -> int:
         """Bytes of answers that the client has not taken yet."""
         return self.transport.get_write_buffer_size()
+
+    @property
+    def unread(self) -> bool:
+        """Whether bytes of the client wait in the kernel, where a loop that was busy has not seen them yet."""
+        if self.transport.is_closing():
+            return False
+        fd = self.transport.get_extra_info("socket").fileno()
+        return any(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))  # ioctl_tty(2), tcp(7), unix(7)
 
     def moves(self, now: float, patience: float) -> bool:
         """Whether the client takes its answers: false when nothing unsent has left for `patience` seconds."""

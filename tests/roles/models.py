@@ -63,3 +63,23 @@ def unknown_operator(folder: Path) -> Path:
     proto = model([node], [value("x", [1])], [value("y", [1])])
     proto.opset_import.append(helper.make_opsetid("com.example", 1))
     return save(proto, folder / "unknown.onnx")
+
+
+def adder(path: Path, amount: float, *, called: str = "x", rounds: int = 0) -> Path:
+    """FP32 [n], the input `called` so -> `y` FP32 [n]: it and `amount`, after so many products of [256, 256]."""
+    nodes = [helper.make_node("Add", [called, "amount"], ["y" if not rounds else "sum"])]
+    weights = [numpy_helper.from_array(np.array([amount], np.float32), "amount")]
+    if rounds:  # the products start from the input, or they would be computed once for all when the model is prepared
+        loop, more = _loop("z")
+        loop.input[0], loop.input[2] = "rounds", "first"
+        zero = numpy_helper.from_array(np.array(0, np.float32), "zero")
+        nodes += [
+            helper.make_node("ReduceMax", [called], ["m"], keepdims=0),
+            helper.make_node("Mul", ["start", "m"], ["first"]),
+            loop,
+            helper.make_node("ReduceMax", ["z"], ["top"], keepdims=0),
+            helper.make_node("Mul", ["top", "zero"], ["nothing"]),
+            helper.make_node("Add", ["sum", "nothing"], ["y"]),
+        ]
+        weights += [*more, zero, numpy_helper.from_array(np.array(rounds, np.int64), "rounds")]
+    return save(model(nodes, [value(called, ["n"])], [value("y", ["n"])], weights), path)

@@ -287,6 +287,44 @@ def test_draining_refuses_what_is_new_and_answers_what_was_taken() -> None:
     with_connection(body, run_in="thread", session=gated())
 
 
+def test_a_retiring_worker_serves_on_and_sees_off_who_is_quiet() -> None:
+    async def body(bench: Bench) -> None:
+        def told(wire: Wire) -> None:
+            assert wire.answer().kind == Kind.GOAWAY
+            wire.send(encode_frame(Kind.SERVER_READY, Codec.MSGPACK, 1), digits(2))
+            found = wire.answers(2)
+            assert found[1].message == Ready(True) and isinstance(found[2].message, InferReply)
+
+        bench.service.retire()
+        await bench.talk(told)
+        bench.service.see_off(20.0)
+        bench.wire.send(live(3))  # the loop, which is here, has not seen it
+        bench.service.see_off(-1.0)
+        assert (await bench.talk(lambda wire: wire.answer())).id == 3
+        bench.service.see_off(-1.0)
+        assert await bench.talk(lambda wire: wire.end()) == []
+
+    with_connection(body)
+
+
+def test_who_waits_for_an_answer_is_not_quiet() -> None:
+    async def body(bench: Bench) -> None:
+        def first(wire: Wire) -> None:
+            wire.send(digits(1), live(2))
+            assert wire.answer().id == 2
+
+        await bench.talk(first)
+        bench.service.retire()
+        bench.service.see_off(-1.0)
+        Gated.gate.set()
+        found = await bench.talk(lambda wire: [wire.answer(), wire.answer()])
+        assert found[0].kind == Kind.GOAWAY and isinstance(found[1].message, InferReply)
+        bench.service.see_off(-1.0)
+        assert await bench.talk(lambda wire: wire.end()) == []
+
+    with_connection(body, run_in="thread", session=gated())
+
+
 def test_ages() -> None:
     async def body(bench: Bench) -> None:
         (connection,) = bench.service.clients
