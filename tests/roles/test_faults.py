@@ -214,10 +214,16 @@ def test_a_segment_overwritten_before_it_is_attached_ends_the_start(place: Path,
     """By the template, or by workers that must open the models themselves."""
     with LogWatch(server := Server(place, "--workers", "2", "--threads", threads)) as log:
         process = server.launch()
-        log.wait("segment published" if threads == "1" else "workers open the models themselves")
-        opening = until(server, lambda: still_opening(server, threads == "1"), "those who open the models")
+        loader = log.wait("loading")["pid"]
+        if threads == "1":  # the template waits for the segment already
+            opening = [pid for pid in children_of(server.pid) if pid != loader]
+        else:
+            log.wait("segment published")
+            opening = until(server, lambda: starting(server), "the workers")
         for pid in opening:
             os.kill(pid, signal.SIGSTOP)
+        if threads == "1":
+            log.wait("segment published")
         overwrite(server)
         for pid in opening:
             os.kill(pid, signal.SIGCONT)
@@ -230,10 +236,9 @@ def test_a_segment_overwritten_before_it_is_attached_ends_the_start(place: Path,
     assert server.leftovers() == []
 
 
-def still_opening(server: Server, template: bool) -> list[int]:
+def starting(server: Server) -> list[int]:
     status = server.status()
-    rows = [status["template"]] if template else status["workers"]
-    return [row["pid"] for row in rows if row["pid"]] if status["state"] == "starting" else []
+    return [row["pid"] for row in status["workers"] if row["pid"]] if status["state"] == "starting" else []
 
 
 def test_a_slot_whose_worker_cannot_start_waits_and_is_minded(place: Path) -> None:
