@@ -82,7 +82,7 @@ class Master:
             stack.callback(self._house.close)
             self._open(stack)
             stack.callback(self._kill_all)
-            while self._state != "stopping" or self._children or self._unborn or self.succession.busy:
+            while self._state != "stopping" or self._children or self._unborn or self._waited_for:
                 self._turn()
             if self._error is not None:
                 raise self._error
@@ -110,17 +110,14 @@ class Master:
         stack.callback(self._reporting.close)
         self._turnover = Turnover(self._config, self._log, self._fleet, self._reporting, self._make, self._add)
         stack.callback(self._turnover.close)
-        self._supervisor = Supervisor(
-            self._config, self._log, self._selector, self._fleet, self._turnover, quiet=left is not None
-        )  # fmt: skip
+        quiet = left is not None
+        self._supervisor = Supervisor(self._config, self._log, self._selector, self._fleet, self._turnover, quiet=quiet)
         self.succession = Succession(
             Parts(self._config, house, self._fleet, self._reporting, self._turnover, self._supervisor),
             self._log, self._selector, self._leave_to_heir,
         )  # fmt: skip
         stack.callback(self.succession.crash)
-        self._desk = Desk(
-            self, self._asked, self._reread, self._log, self._fleet, self._turnover, house.unix_path
-        )  # fmt: skip
+        self._desk = Desk(self, self._asked, self._reread, self._log, self._fleet, self._turnover, house.unix_path)
         if left is None:
             self._control = ControlServer(house.control, self._selector, self._desk.answer)
         self._log.info(
@@ -194,6 +191,11 @@ class Master:
             self._unasked("reload", lambda: self._desk.reload(changed))
         else:
             self._fleet.recycle_due(now)
+
+    @property
+    def _waited_for(self) -> bool:
+        """Whether others than our children are to end before us: who asked while we hand over, whom we do not want."""
+        return self.succession.busy or (self._control is not None and self._control.closing)
 
     @property
     def _settled(self) -> bool:
