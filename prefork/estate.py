@@ -32,12 +32,13 @@ LARGEST = 64 * 2**20  # bytes of the list; reports of many models are in it
 
 @dataclass(frozen=True, slots=True)
 class Estate:
-    """`channel` leads to the other master. `places`: of the old master, as `places_of` tells. `activated`: a service
-    manager opened the slots' sockets first; `unix_activated`: `unix` as well. `generation`: the last number that the
-    old master gave. `models`: loaded, with the configuration that each was loaded by, as plain values. `runtime`: what
-    prepared them, as `runtime_version` tells."""
+    """`channel` leads to the other master, process `pid`. `places`: of that, as `places_of` tells. `activated`: a
+    service manager opened the slots' sockets first; `unix_activated`: `unix` as well. `generation`: the last number
+    that the old master gave. `models`: loaded, with the configuration that each was loaded by, as plain values.
+    `runtime`: what prepared them, as `runtime_version` tells."""
 
     channel: socket.socket
+    pid: int
     slots: tuple[socket.socket, ...]
     unix: socket.socket | None
     control: socket.socket
@@ -143,6 +144,7 @@ def write(estate: Estate) -> int:
     """A memfd with the list, to be inherited by the new master. Raises OSError."""
     listed = {
         "channel": estate.channel.fileno(),
+        "pid": estate.pid,
         "slots": [sock.fileno() for sock in estate.slots],
         "unix": estate.unix.fileno() if estate.unix else None,
         "control": estate.control.fileno(),
@@ -209,6 +211,7 @@ def _estate(listed: Mapping[str, Any]) -> Estate:
     os.set_inheritable(listed["lock"], False)
     return Estate(
         channel=needed(listed["channel"]),
+        pid=int(listed["pid"]),
         slots=tuple(needed(number) for number in listed["slots"]),
         unix=sock(listed["unix"]),
         control=needed(listed["control"]),

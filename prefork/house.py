@@ -74,8 +74,14 @@ class House:
         except (OSError, ConfigError) as e:
             self._log.error("not all is taken over", reason=e)
 
+    @property
+    def alone(self) -> bool:
+        """The master before us, whose child we are, has ended."""
+        return self.left is None or os.getppid() != self.left.pid
+
     def sweep(self) -> None:
-        """Remove what dead masters have left; once more when the master before us may have died instead of leaving."""
+        """Remove what dead masters have left; once more when the one before us, or after us, may have died instead of
+        leaving."""
         _sweep(self._server.work_dir, self._log)
 
     def let_go(self) -> None:

@@ -180,7 +180,7 @@ class Master:
 
     def _look(self, now: float) -> None:
         self._fleet.look(now)
-        if self._sweep_due:
+        if self._sweep_due and self._house.alone:
             self._sweep_due = False
             self._house.sweep()
         self.succession.look(now)

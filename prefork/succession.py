@@ -191,7 +191,7 @@ class Succession:
         parts = self._parts
         house, server, serving = parts.house, parts.config.server, parts.turnover.serving
         return Estate(
-            channel, tuple(slot.listener for slot in parts.fleet.slots), house.unix, house.control,
+            channel, os.getpid(), tuple(slot.listener for slot in parts.fleet.slots), house.unix, house.control,
             parts.reporting.listener, house.lock, estate.places_of(parts.config),
             activated=bool(house.given) and house.given.managed,
             unix_activated=house.given.unix is not None and house.given.unix_managed,

@@ -9,10 +9,12 @@ import socket
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from prefork import control
+from prefork.codec.message import Kind
 from prefork.errors import FailedPrecondition
 from prefork.shm.sweep import list_segments
 from tests.roles.server import Server
@@ -314,3 +316,50 @@ def test_sockets_of_a_service_manager_stay_its_own_and_ours_ours(place: Path) ->
         assert server.leftovers() == []
         with socket.create_connection(given.getsockname()):
             pass  # waits in the manager's queue for the next server
+
+
+def test_an_old_master_that_is_killed_while_it_leaves_is_cleaned_up_after(place: Path, file: Path) -> None:
+    with serving(place, "--config", str(file), "--quantize", "none") as server, LogWatch(server) as log:
+        old = server.status()["models"][0]["segment"]["name"]
+        worker = server.workers()[0]
+        file.write_text("[server]\nshm = 'sysv'\n")
+        os.kill(worker, signal.SIGSTOP)  # it holds up the end of its master
+        assert ctl(server, "upgrade").returncode == 0
+        assert old in segments()
+        os.kill(server.pid, signal.SIGKILL)
+        assert server.process is not None and server.process.wait(WATCHDOG) == -signal.SIGKILL
+        assert log.wait("removed a dead master's segment")["name"] == old
+        assert log.wait("removed a dead master's scratch directory") and answers(server.address)
+
+
+class Stayer(Thread):
+    """Asks on one connection and never goes by itself; how it was told to in the end."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self.wire, self.answered, self.end = Wire(address), 0, ""
+
+    def run(self) -> None:
+        try:
+            while not self.end:
+                self.wire.send(digits(1))
+                answer = self.wire.answer()
+                if answer.kind == Kind.GOAWAY:
+                    answer = self.wire.answer()
+                self.end = "" if answer.kind == Kind.INFER_REPLY else "refused"
+                self.answered += not self.end
+        except Exception as e:
+            self.end = type(e).__name__
+
+
+def test_a_client_that_stays_is_served_for_the_graceful_time(place: Path) -> None:
+    with serving(place, "--graceful-timeout", "2") as server:
+        stayer = Stayer(server.address)
+        with stayer.wire:
+            stayer.start()
+            assert ctl(server, "upgrade").returncode == 0
+            answered = stayer.answered
+            assert ctl(server, "upgrade").returncode == 0  # while the first server is still there for this client
+            assert server.process is not None and server.process.wait(WATCHDOG) == 0
+            stayer.join()
+        assert stayer.answered > answered + 100 and stayer.end == "refused"
