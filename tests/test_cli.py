@@ -57,6 +57,7 @@ def test_every_key_has_a_flag_that_reaches_it(tmp_path: Path) -> None:
         "metrics_bind": ":2",
         "pin": "cores",
         "shm": "sysv",
+        "template": "off",
         "keep_previous": "off",
         "run_in": "thread",
         "log_level": "error",

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from prefork import control
 from prefork.codec.message import Kind
 from prefork.errors import FailedPrecondition
 from prefork.shm.sweep import list_segments
-from tests.roles.server import Server
+from tests.roles.server import REPOSITORY, Server
 from tests.roles.supervisor import Supervised
 from tests.roles.test_upgrade import Caller, ask, ctl, serving, until_answered
 from tests.roles.watch import WATCHDOG, LogWatch, children_of, until, wait_gone
@@ -26,16 +27,15 @@ from tests.roles.wire import Wire, digits
 FAILED = "upgrade failed, this server goes on"
 
 
-@pytest.fixture
-def file(place: Path) -> Path:
-    """A configuration that a test changes between two masters."""
-    path = place / "prefork.toml"
-    path.write_text("")
-    return path
-
-
 def begin(server: Server) -> int:
     return int(str(ask(server, "upgrade")["pid"]))
+
+
+def freeze(server: Server, pid: int) -> None:
+    """Another signal could come before the stop that was sent first."""
+    os.kill(pid, signal.SIGSTOP)
+    stat = Path(f"/proc/{pid}/stat")
+    until(server, lambda: stat.read_text().rpartition(") ")[2].startswith("T"), "the new master stands still")
 
 
 def coming_up(server: Server, log: LogWatch) -> int:
@@ -91,7 +91,7 @@ def test_the_word_of_a_dead_master_is_not_believed(place: Path) -> None:
 def test_a_rollback_of_a_new_master_that_hangs(place: Path) -> None:
     with serving(place) as server, LogWatch(server) as log:
         pid = begin(server)
-        os.kill(pid, signal.SIGSTOP)
+        freeze(server, pid)
         ask(server, "rollback")
         upgrade = server.status()["upgrade"]
         assert upgrade["state"] == "starting" and upgrade["seconds"] >= 0
@@ -118,7 +118,7 @@ def test_a_stop_meanwhile_is_the_end_of_both(place: Path, number: signal.Signals
 def test_nothing_that_the_new_master_has_read_changes_meanwhile(place: Path) -> None:
     with serving(place) as server, LogWatch(server) as log:
         pid = begin(server)
-        os.kill(pid, signal.SIGSTOP)
+        freeze(server, pid)
         for command, values in (("reload", {}), ("restart", {}), ("scale", {"workers": 3})):
             with pytest.raises(FailedPrecondition, match="is taking over"):
                 control.request(server.runtime / "control.sock", command, values)
@@ -134,7 +134,7 @@ def test_nothing_that_the_new_master_has_read_changes_meanwhile(place: Path) -> 
 def test_a_reload_that_waits_is_the_new_masters(place: Path) -> None:
     with serving(place) as server, LogWatch(server) as log:
         pid = begin(server)
-        os.kill(pid, signal.SIGSTOP)
+        freeze(server, pid)
         os.kill(server.pid, signal.SIGHUP)
         server.status()
         os.kill(pid, signal.SIGCONT)
@@ -167,6 +167,43 @@ def test_the_log_is_reopened_by_both(place: Path) -> None:
             os.kill(pid, signal.SIGCONT)
             log.wait("the server before us has let go", pid=pid)
             assert server.process is not None and server.process.wait(WATCHDOG) == 0
+
+
+@pytest.mark.parametrize("kind", ["posix", "sysv"])
+def test_a_third_master_removes_nothing_of_the_two(place: Path, kind: str) -> None:
+    with serving(place, "--shm", kind) as server, LogWatch(server) as log:
+        name, address = server.status()["models"][0]["segment"]["name"], server.address
+        pid = coming_up(server, log)
+        with Server(third_place(place), "--workers", "1"):
+            assert name in segments()
+            os.kill(server.pid, signal.SIGKILL)
+            assert server.process is not None and server.process.wait(WATCHDOG) == -signal.SIGKILL
+        with Server(third_place(place), "--workers", "1"):
+            assert name in segments()
+        log.wait("the server before us has let go", pid=pid)
+        assert answers(address)
+        os.kill(int(server.status()["template"]["pid"]), signal.SIGKILL)
+        log.wait("template died")
+        assert answers(address) and name in segments()
+    assert name not in segments()
+
+
+def third_place(place: Path) -> Path:
+    """Of another server."""
+    path = place / "third"
+    path.mkdir(exist_ok=True)
+    return path
+
+
+def test_the_command_follows_an_upgrade_whose_old_master_is_killed(place: Path) -> None:
+    with serving(place) as server, LogWatch(server) as log:
+        command = [sys.executable, "-m", "prefork.ctl", "--runtime-dir", str(server.runtime), "upgrade"]
+        with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as following:
+            log.wait("sockets of the server before us")
+            os.kill(server.pid, signal.SIGKILL)
+            assert server.process is not None and server.process.wait(WATCHDOG) == -signal.SIGKILL
+            said, _ = following.communicate(timeout=WATCHDOG)
+        assert following.returncode == 0 and said == f"upgrade done: pid {server.status()['pid']}\n"
 
 
 @pytest.fixture
@@ -258,78 +295,6 @@ def settled(server: Server) -> list[Counter[str]]:
             return family(server)
         server.status()
     raise AssertionError(f"children of {master}: {children_of(master)}")
-
-
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        ("[server]\nunix = '{place}/other.sock'\n", "unix"),
-        ("[server]\nunix = ''\n", "unix"),
-        ("[server]\ncontrol = '{place}/other.sock'\n", "control"),
-        ("[server]\nbacklog = 'long'\n", "backlog"),
-    ],
-)
-def test_what_cannot_be_followed_is_refused_by_its_name(place: Path, file: Path, text: str, word: str) -> None:
-    with serving(place, "--config", str(file), "--quantize", "none") as server:
-        file.write_text(text.format(place=place))
-        done = ctl(server, "upgrade")
-        assert done.returncode == 1 and "the old program serves on" in done.stderr and word in done.stderr
-        assert answers(server.address) and answers(server.unix)
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_other_numbers_of_workers_and_no_more_metrics(place: Path, file: Path, workers: int) -> None:
-    file.write_text("[server]\nworkers = 2\n[telemetry]\nmetrics_bind = '127.0.0.1:0'\n")
-    server = Server(place, "--config", str(file), "--quantize", "none", "--pid-file", str(place / "pid"))
-    with server, LogWatch(server) as log:
-        bind = str(next(line for line in server.log() if line["event"] == "starting")["metrics"])
-        file.write_text(f"[server]\nworkers = {workers}\n")
-        with Caller(server.address) as caller:
-            assert ctl(server, "upgrade").returncode == 0
-            assert server.process is not None and server.process.wait(WATCHDOG) == 0
-            until_answered(caller, caller.answered + 20)
-        assert caller.failed == []
-        assert len([row for row in server.rows() if row["pid"]]) == workers
-        host, _, port = bind.rpartition(":")
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((host, int(port)))
-        last = int(server.status()["pid"])
-        os.kill(last, signal.SIGTERM)
-        log.wait("stopped")
-        wait_gone(last)
-
-
-def test_sockets_of_a_service_manager_stay_its_own_and_ours_ours(place: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as given:
-        server = Supervised(place, "--workers", "1", given=[given])
-        server.start()
-        assert ctl(server, "upgrade").returncode == 0
-        assert server.process is not None and server.process.wait(WATCHDOG) == 0
-        pid = int(server.status()["pid"])
-        assert answers(server.address) and answers(server.unix)
-        with socket.socket(socket.AF_UNIX) as waiting:
-            os.kill(pid, signal.SIGTERM)
-            wait_gone(pid)
-            with pytest.raises(FileNotFoundError):
-                waiting.connect(server.unix.removeprefix("unix:"))
-        server.close()
-        assert server.leftovers() == []
-        with socket.create_connection(given.getsockname()):
-            pass  # waits in the manager's queue for the next server
-
-
-def test_an_old_master_that_is_killed_while_it_leaves_is_cleaned_up_after(place: Path, file: Path) -> None:
-    with serving(place, "--config", str(file), "--quantize", "none") as server, LogWatch(server) as log:
-        old = server.status()["models"][0]["segment"]["name"]
-        worker = server.workers()[0]
-        file.write_text("[server]\nshm = 'sysv'\n")
-        os.kill(worker, signal.SIGSTOP)  # it holds up the end of its master
-        assert ctl(server, "upgrade").returncode == 0
-        assert old in segments()
-        os.kill(server.pid, signal.SIGKILL)
-        assert server.process is not None and server.process.wait(WATCHDOG) == -signal.SIGKILL
-        assert log.wait("removed a dead master's segment")["name"] == old
-        assert log.wait("removed a dead master's scratch directory") and answers(server.address)
 
 
 class Stayer(Thread):
