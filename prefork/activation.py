@@ -22,12 +22,13 @@ FAMILIES = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)
 @dataclass(frozen=True, slots=True)
 class Given:
     """`slots`: for the workers' slots; TCP sockets of one address, or the Unix socket when no other was given.
-    `unix`: for all workers beside them. `managed`: they stay the manager's when we go; not those of a master whose
-    place we take."""
+    `unix`: for all workers beside them. `managed`, `unix_managed`: the slots', or `unix`, stay the manager's when we
+    go; not those that a master whose place we take has opened itself."""
 
     slots: tuple[socket.socket, ...] = ()
     unix: socket.socket | None = None
     managed: bool = True
+    unix_managed: bool = True
 
     def __bool__(self) -> bool:
         return bool(self.slots)
@@ -40,9 +41,8 @@ class Given:
     @property
     def kept(self) -> str:
         """What the manager keeps when we go, as a worker is told: `slots`, `slots,unix` or nothing."""
-        if not self.managed:
-            return ""
-        return ",".join((["slots"] if self.slots else []) + (["unix"] if self.unix is not None else []))
+        slots = ["slots"] if self.slots and self.managed else []
+        return ",".join(slots + (["unix"] if self.unix is not None and self.unix_managed else []))
 
 
 def take(environ: MutableMapping[str, str], pid: int, first: int = FIRST) -> Given:

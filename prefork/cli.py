@@ -124,7 +124,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(sys.argv[1:] if argv is None else argv)
     except PreforkError as e:
         print(f"prefork-serve: error: {' '.join(e.message.split())}", file=sys.stderr)
+        _decline(e)
         return e.exit_code
+
+
+def _decline(error: PreforkError) -> None:
+    """A master that has us take its place, and to which nobody has spoken yet, is to know why we do not."""
+    if sys.platform == "linux":
+        from prefork import estate
+
+        estate.decline(os.environ, error)
 
 
 def _fill_standard_descriptors() -> None:
@@ -151,7 +160,7 @@ def _run(argv: Sequence[str]) -> int:
             print(f"prefork-serve: warning: {text}", file=sys.stderr)
         print(to_toml(config), end="")
         return 0
-    from prefork.master import serve
+    from prefork.opening import serve
 
     return serve(config, lambda: configure(args, os.environ))
 

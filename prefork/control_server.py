@@ -46,6 +46,11 @@ class ControlServer:
         self._deaf = self._closed = False
         selector.register(sock, selectors.EVENT_READ, self._accept)
 
+    @property
+    def closing(self) -> bool:
+        """Closed, and somebody still waits for an answer."""
+        return self._closed and bool(self._clients)
+
     def close(self) -> None:
         """Take no more clients; those that are here are answered."""
         with suppress(KeyError, ValueError):

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from prefork.errors import DeadlineExceeded, InvalidArgument, PreforkError
+from prefork.errors import DeadlineExceeded, InvalidArgument, PreforkError, Unavailable
 
 LOOK = 0.05  # seconds between questions how far it is
 Ask = Callable[..., Any]
@@ -57,7 +58,7 @@ def upgrade(ask: Ask, timeout: float, *, wait: bool) -> dict[str, Any]:
     row: dict[str, Any] = ask("upgrade")
     pid, end = row["pid"], time.monotonic() + timeout
     while wait:
-        found = ask("status")
+        found = _status(ask, pid)
         if found["pid"] == pid:
             return {"state": "done", "pid": pid, "reason": ""}
         if found["upgrade"]["state"] == "failed":
@@ -70,6 +71,17 @@ def upgrade(ask: Ask, timeout: float, *, wait: bool) -> dict[str, Any]:
 
 def _rests(row: Mapping[str, Any]) -> bool:
     return row["phase"] in ("done", "failed") or (row["phase"] == "holding" and row.get("hold_s") is None)
+
+
+def _status(ask: Ask, pid: int) -> dict[str, Any]:
+    """The server's, also when the one that heard the question dies over it: process `pid` answers the next."""
+    try:
+        found: dict[str, Any] = ask("status")
+    except Unavailable:
+        if not Path(f"/proc/{pid}").exists():
+            raise
+        found = {"pid": None, "upgrade": {"state": "starting"}}
+    return found
 
 
 def view(row: Mapping[str, Any]) -> str:

@@ -58,7 +58,7 @@ class Desk:
             "scale": self._scale,
             "stop": self._stop,
             "reload": self._reload,
-            "rollback": lambda _: self._changed(self._rollback),
+            "rollback": lambda _: self._rollback(),
             "upgrade": lambda _: self.upgrade(),
             "restart": lambda _: self._changed(self._turnover.restart),
             "promote": lambda _: self._changed(self._turnover.promote),
@@ -127,6 +127,7 @@ class Desk:
         Raises ConfigError, FailedPrecondition or NotFound; nothing has changed then."""
         if self._server.state != "ready":
             raise FailedPrecondition(f"reload: the server is {self._server.state}, expected ready")
+        self._server.succession.idle("reload")
         found = self._reread()
         for text in found.warnings:
             self._log.warning(text)
@@ -143,15 +144,16 @@ class Desk:
         self._server.succession.begin()
         return self._server.succession.row()
 
-    def _rollback(self) -> Change:
-        if self._server.succession.state == "starting":
+    def _rollback(self) -> dict[str, Any]:
+        if self._server.succession.busy:
             self._server.succession.abort()
-            return self._turnover.change
-        return self._turnover.rollback()
+            return self._turnover.row()
+        return self._changed(self._turnover.rollback)
 
     def _changed(self, begin: Callable[[], Change]) -> dict[str, Any]:
         if self._server.state != "ready":
             raise FailedPrecondition(f"the server is {self._server.state}, expected ready")
+        self._server.succession.idle("change of what is served")
         begin()
         return self._turnover.row()
 

@@ -371,7 +371,7 @@ class Fleet:
     def stop(self, now: float, *, quick: bool, again: bool, heir: bool = False) -> None:
         """Tell every worker to leave. The first time, the queues of slots without a ready worker find another one,
         and the listening sockets are left to the workers, who sweep their queues before they close them. `heir`:
-        another server listens on the same sockets, so nothing is swept."""
+        another server listens on the same sockets, so nothing is swept, also by those who have little time."""
         for generation in self.generations.values():
             generation.nursery.close()
         if not again:
@@ -383,7 +383,7 @@ class Fleet:
                         slot.child.kill(signal.SIGKILL)
             self._guard(now)
         for child in self.workers():
-            self._dismiss(child, now, "quit" if quick else "retire" if heir else "shutdown")
+            self._dismiss(child, now, "retire" if heir else "quit" if quick else "shutdown")
             if quick:
                 child.kill_at = min(child.kill_at or now, now + QUICK)
         self.close()

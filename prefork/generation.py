@@ -46,11 +46,12 @@ class LoadError(ModelError):
 class Stored:
     """A published segment as the master holds it, for as many generations as took it."""
 
-    def __init__(self, model: LoadedModel, hold: segment.Hold, source: dict[str, Any]) -> None:
-        """`source`: what it was loaded from, as estate.plain tells."""
+    def __init__(self, model: LoadedModel, hold: segment.Hold, source: dict[str, Any], *, left: bool = False) -> None:
+        """`source`: what it was loaded from, as estate.plain tells. `left`: to or by another master, which holds it as
+        well and is to remove it."""
         self.model = model
         self.source = source
-        self.left = False  # to another master, which holds it as well
+        self.left = left
         self._hold = hold
         self._takers = 1
 

@@ -32,8 +32,9 @@ class House:
         self._log = log
         self.left = left
         if left is not None:
-            self.given = activation.Given(left.slots, left.unix, left.activated)
-            self.lock = _same_lock(left, server.runtime_dir)
+            left.same_places(config)
+            self.given = activation.Given(left.slots, left.unix, left.activated, left.unix_activated)
+            self.lock = left.lock  # that of its first owner, which a fork of it keeps as well (flock(2))
         else:
             self.given = activation.take(os.environ, os.getpid())
             self.lock = _lock(server.runtime_dir)
@@ -58,17 +59,29 @@ class House:
             raise
 
     def take_over(self) -> None:
-        """The master before us has let go: what it left is ours, and ours to remove. Raises ConfigError."""
-        write_owner(self.lock)
+        """The master before us has let go, or is dead: what it left is ours, and ours to remove. Nobody else is there
+        to serve, so what cannot be had is only told."""
         self._made.append(self._server.control)
-        if self.given.has_unix and not self.given.managed and self._server.unix is not None:
+        if self.given.unix is not None and not self.given.unix_managed and self._server.unix is not None:
             self._public = self._server.unix
             self._made.append(self._server.unix)
-        if self._server.pid_file is not None:
-            self._write_pid(self._server.pid_file)
+        try:
+            write_owner(self.lock)
+            if self.left is not None and self.left.pid_file not in (None, self._server.pid_file):
+                self.left.pid_file.unlink(missing_ok=True)
+            if self._server.pid_file is not None:
+                self._write_pid(self._server.pid_file)
+        except (OSError, ConfigError) as e:
+            self._log.error("not all is taken over", reason=e)
+
+    @property
+    def alone(self) -> bool:
+        """The master before us, whose child we are, has ended."""
+        return self.left is None or os.getppid() != self.left.pid
 
     def sweep(self) -> None:
-        """Remove what dead masters have left; once more when the master before us may have died instead of leaving."""
+        """Remove what dead masters have left; once more when the one before us, or after us, may have died instead of
+        leaving."""
         _sweep(self._server.work_dir, self._log)
 
     def let_go(self) -> None:
@@ -141,12 +154,3 @@ def write_owner(fd: int) -> None:
     """Say in the lock's file who has it."""
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-
-
-def _same_lock(left: Estate, directory: Path) -> int:
-    """The lock that a fork of its first owner keeps as well (flock(2))."""
-    if left.runtime_dir != str(directory):
-        raise ConfigError(
-            f"runtime_dir {str(directory)!r}: expected {left.runtime_dir!r} of the server whose place is taken"
-        )
-    return left.lock

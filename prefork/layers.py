@@ -64,7 +64,7 @@ def load(
     `[NAME=]PATH`, `file` as `--config`.
 
     Raises ConfigError naming the key, where its value came from, what was expected and what was found."""
-    here = (cwd or Path.cwd()).absolute()
+    here = cwd.absolute() if cwd is not None else _here()
     found, listed = _gather(flags, environ, file, here)
     if text := environ.get("PREFORK_MODEL"):
         listed = [_named(part.strip(), "PREFORK_MODEL", here) for part in text.split(";") if part.strip()]
@@ -89,9 +89,18 @@ def load(
     return config
 
 
+def _here() -> Path:
+    try:
+        return Path.cwd()
+    except OSError as e:
+        raise ConfigError(
+            f"working directory: expected one that paths can begin at, found none ({e.strerror})"
+        ) from None
+
+
 def control_path(flags: Mapping[str, str], environ: Mapping[str, str], *, file: Path | None = None) -> Path:
     """Where the server of this configuration listens for prefork-ctl; its models need not exist. Raises ConfigError."""
-    here = Path.cwd()
+    here = _here()
     values = _scalars(_gather(flags, environ, file, here)[0], {})["server"]
     _place(values, environ, here)
     path: Path = values["control"]

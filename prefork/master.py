@@ -7,14 +7,13 @@ death, also of strangers when it is PID 1. States (SIGNALS.md draws them):
 | state | meaning | next |
 |---|---|---|
 | loading | loaders prepare the models | starting, stopping |
-| starting | workers come up for the first time | ready, stopping |
+| starting | workers come up for the first time; then the master before us, if any, is waited for | ready, stopping |
 | ready | every slot has answered a warm-up once; changes of what is served (turnover.py) leave it so | stopping |
 | stopping | children are leaving | gone |
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import resource
 import selectors
@@ -25,18 +24,18 @@ from contextlib import ExitStack, suppress
 from typing import Any, Literal
 
 from prefork import child as children
-from prefork import cpus, estate, preflight
+from prefork import cpus, preflight
 from prefork.child import Child
 from prefork.config import Config, ModelConfig
 from prefork.control_server import ControlServer
 from prefork.desk import Desk
-from prefork.errors import ConfigError, FailedPrecondition, PreforkError
+from prefork.errors import FailedPrecondition, PreforkError
 from prefork.estate import Estate
 from prefork.fleet import Fleet
 from prefork.generation import Generation, Stored
 from prefork.house import House
 from prefork.jobs import CachePlace
-from prefork.log import Logger, setup
+from prefork.log import Logger
 from prefork.oom import OomWatch
 from prefork.reporting import Reporting
 from prefork.signals import Signals
@@ -50,23 +49,6 @@ State = Literal["loading", "starting", "ready", "stopping"]
 LOOK = 1.0  # seconds between looks at what tells nobody when it is over
 
 
-def serve(config: Config, reread: Callable[[], Config]) -> int:
-    """Run the server until it is told to stop; the exit code (0 after TERM, INT or QUIT). `reread`: the configuration
-    as its sources have it by then, for a reload. Raises PreforkError when it cannot begin."""
-    try:
-        log = setup(config.log.level, config.log.format, config.log.file, role="master")
-    except OSError as e:
-        raise ConfigError(f"log.file {str(config.log.file)!r}: {e.strerror}") from None
-    for text in config.warnings:
-        log.warning(text)
-    left = estate.take(os.environ)
-    if left is None:
-        return Master(config, preflight.prepare(config, log), log, reread).run()
-    # what the models need is there already, and counted twice it might be refused
-    fit = preflight.prepare(dataclasses.replace(config, models=()), log)
-    return Master(config, dataclasses.replace(fit, models=config.models), log, reread, left).run()
-
-
 class Master:
     """`run` is the only door; everything else is called by its loop, the public rest by the desk in it."""
 
@@ -76,7 +58,7 @@ class Master:
         """`config`: what fits of what was `asked`. `left`: by the master whose place we take."""
         self._asked, self._config, self._left_to_us = asked, config, left
         self._heir: Heir | None = None
-        self._control: ControlServer | None = None
+        self._control: ControlServer | None = None  # none as long as another master is the server
         self._sweep_due = False
         self._reread = reread
         self._reload_asked = False
@@ -95,13 +77,12 @@ class Master:
         self._signals = Signals(self._selector)
         with ExitStack() as stack:
             if self._left_to_us is not None:
-                self._heir = Heir(self._left_to_us, self._selector, self._take_over)
-                stack.push(self._tell_failure)
+                self._heir = Heir(self._left_to_us, self._selector, self._take_over, self._reopen)
             self._house = House(self._config, self._log, self._left_to_us)
             stack.callback(self._house.close)
             self._open(stack)
             stack.callback(self._kill_all)
-            while self._state != "stopping" or self._children or self._unborn:
+            while self._state != "stopping" or self._children or self._unborn or self._waited_for:
                 self._turn()
             if self._error is not None:
                 raise self._error
@@ -123,18 +104,20 @@ class Master:
         stack.callback(self._fleet.close)
         self._fleet.unix = house.unix
         left = self._left_to_us
-        self._reporting = Reporting(self._config, self._log, self._fleet.board, left.metrics if left else None)
+        self._reporting = Reporting(
+            self._config, self._log, self._fleet.board, left.metrics_of(self._config) if left else None
+        )
         stack.callback(self._reporting.close)
         self._turnover = Turnover(self._config, self._log, self._fleet, self._reporting, self._make, self._add)
         stack.callback(self._turnover.close)
-        self._supervisor = Supervisor(self._config, self._log, self._selector, self._fleet, self._turnover)
+        quiet = left is not None
+        self._supervisor = Supervisor(self._config, self._log, self._selector, self._fleet, self._turnover, quiet=quiet)
         self.succession = Succession(
             Parts(self._config, house, self._fleet, self._reporting, self._turnover, self._supervisor),
             self._log, self._selector, self._leave_to_heir,
         )  # fmt: skip
-        self._desk = Desk(
-            self, self._asked, self._reread, self._log, self._fleet, self._turnover, house.unix_path
-        )  # fmt: skip
+        stack.callback(self.succession.crash)
+        self._desk = Desk(self, self._asked, self._reread, self._log, self._fleet, self._turnover, house.unix_path)
         if left is None:
             self._control = ControlServer(house.control, self._selector, self._desk.answer)
         self._log.info(
@@ -179,7 +162,7 @@ class Master:
             self._survive(lambda: self._turnover.tend(now))
             if error := self._fleet.tend(now):
                 self._fail(error)
-        if self._reload_asked and self._state == "ready" and self._turnover.change.over:
+        if self._reload_asked and self._settled:
             self._reload_asked = False
             self._survive(lambda: self._unasked("reload", lambda: self._desk.reload([])))
         self._report(now)
@@ -197,16 +180,27 @@ class Master:
 
     def _look(self, now: float) -> None:
         self._fleet.look(now)
-        if self._sweep_due:
+        if self._sweep_due and self._house.alone:
             self._sweep_due = False
             self._house.sweep()
-        if self._state != "ready" or not self._turnover.change.over or self._turnover.serving is None:
+        self.succession.look(now)
+        if not self._settled or self._turnover.serving is None:
             return
         if changed := self._watch.look(self._turnover.serving.wanted, now):
             self._log.info("model files have changed", models=", ".join(changed))
             self._unasked("reload", lambda: self._desk.reload(changed))
         else:
             self._fleet.recycle_due(now)
+
+    @property
+    def _waited_for(self) -> bool:
+        """Whether others than our children are to end before us: who asked while we hand over, whom we do not want."""
+        return self.succession.busy or (self._control is not None and self._control.closing)
+
+    @property
+    def _settled(self) -> bool:
+        """Whether a change of what is served may begin."""
+        return self._state == "ready" and self._turnover.change.over and not self.succession.busy
 
     def _report(self, now: float) -> None:
         serving = self._turnover.serving
@@ -215,7 +209,7 @@ class Master:
         self._supervisor.turn(now, self._state, self._children.values(), reload_waits=self._reload_asked)
         if self._state == "stopping":
             self._reporting.dismiss(self._children.values(), now)
-        elif child := self._reporting.serve(now):
+        elif self._control is not None and (child := self._reporting.serve(now)):
             self._add(child)
 
     def _survive(self, deed: Any) -> None:
@@ -244,14 +238,18 @@ class Master:
             case signal.SIGTTOU:
                 self._unasked("scaling", lambda: self.scale(self._wanted - 1))
             case signal.SIGUSR1:
-                self._log.reopen()
-                for child in (*self._unborn, *self._children.values()):
-                    child.send({"command": "reopen"})
+                self._reopen()
+                self.succession.reopen()
             case signal.SIGHUP:
                 self._reload_asked = True
                 self._supervisor.reloading()
             case signal.SIGUSR2:
                 self._unasked("upgrade", self._desk.upgrade)
+
+    def _reopen(self) -> None:
+        self._log.reopen()
+        for child in (*self._unborn, *self._children.values()):
+            child.send({"command": "reopen"})
 
     def _unasked(self, what: str, deed: Callable[[], object]) -> None:
         """By signal or by ourselves: there is nobody to tell a refusal but the log."""
@@ -341,16 +339,18 @@ class Master:
             self._state = "starting"
 
     def _ready(self) -> None:
+        """Every slot has answered a warm-up. The master before us, if it lives, serves until it knows."""
+        if self._control is None and self._heir is not None:
+            self._heir.ready(self._turnover.serving.models if self._turnover.serving else ())
+            return
         server = self._config.server
         self._state = "ready"
         self._log.info("READY", bind=self._fleet.address, unix=self._house.unix_path, control=server.control)
         self._supervisor.ready()
-        if self._heir is not None:
-            self._heir.ready(self._turnover.serving.models if self._turnover.serving else ())
 
     def _fail(self, error: PreforkError) -> None:
         self._error = error
-        self._stop("failed start", quick=True)
+        self._stop("failed start", quick=self._control is not None)
 
     # scaling and stopping
 
@@ -358,6 +358,7 @@ class Master:
         """Raises InvalidArgument, FailedPrecondition or ResourceExhausted."""
         if self._state == "stopping":
             raise FailedPrecondition("the server is stopping")
+        self.succession.idle("scale")
         if count > len(self._fleet.slots):
             preflight.grow(self._config, count)
         self._fleet.scale_to(count, time.monotonic())
@@ -372,10 +373,14 @@ class Master:
             return
         self._log.info("stopping", why=why, quick=quick)
         self._state = "stopping"
+        if self._control is None and self._left_to_us is not None:
+            self._left_to_us.decline(self._error.message if self._error else f"the new program stops: {why}")
+        self.succession.stop(quick=quick)
         self._supervisor.stopping(quick=quick)
         self._house.unlink_public()
         self._turnover.stop()
-        self._fleet.stop(time.monotonic(), quick=quick, again=again)
+        # what waits in the queues is the master's before us as long as it is there
+        self._fleet.stop(time.monotonic(), quick=quick, again=again, heir=self._control is None)
 
     # another master in our place
 
@@ -383,13 +388,13 @@ class Master:
         self._state = "stopping"
         if self._control is not None:
             self._control.close()
+        if self._reload_asked:
+            os.kill(self.succession.pid, signal.SIGHUP)
 
     def _take_over(self) -> None:
-        self._house.take_over()
         self._control = ControlServer(self._house.control, self._selector, self._desk.answer)
+        self._house.take_over()
         self._sweep_due = True
         self._log.info("the server before us has let go", pid=os.getpid())
-
-    def _tell_failure(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._heir is not None and isinstance(error, PreforkError):
-            self._heir.failed(error)
+        if self._fleet.up and self._state == "starting":
+            self._ready()

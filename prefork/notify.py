@@ -18,16 +18,18 @@ class Notifier:
     """Speaks to one supervisor. Children inherit the address and must not use it:
     systemd drops what they say under NotifyAccess=main, other supervisors believe it."""
 
-    __slots__ = ("_address",)
+    __slots__ = ("_address", "quiet")
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Mapping[str, str], *, quiet: bool = False) -> None:
+        """`quiet`: another process is the service as yet, and nothing is said."""
+        self.quiet = quiet
         address = environ.get("NOTIFY_SOCKET", "")
         # A leading @ stands for the NUL of the abstract namespace (unix(7)); other forms (vsock:) are not ours.
         self._address = ("\0" + address[1:] if address.startswith("@") else address) if address[:1] in "@/" else ""
 
     @property
     def enabled(self) -> bool:
-        return bool(self._address)
+        return bool(self._address) and not self.quiet
 
     def ready(self, status: str = "") -> bool:
         """READY=1: every worker has answered its warm-up, or a reload has come to its end, good or bad."""
@@ -61,7 +63,7 @@ class Notifier:
     def send(self, **variables: str) -> bool:
         """One datagram of assignments; True when the kernel took it. Newlines in a value would begin another
         assignment, so they become spaces."""
-        if not self._address or not variables:
+        if not self.enabled or not variables:
             return False
         text = "\n".join(f"{name}={' '.join(value.splitlines())}" for name, value in variables.items())
         try:

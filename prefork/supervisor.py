@@ -24,15 +24,18 @@ LEAVING = 10.0  # seconds beyond the last child's time that the manager is asked
 
 
 class Supervisor:
-    """Doors: `turn`, `ready`, `reloading`, `stopping`. Each does nothing when no manager listens."""
+    """Doors: `turn`, `ready`, `reloading`, `handed`, `stopping`. Each does nothing when no manager listens, or another
+    master is the service."""
 
     def __init__(
-        self, config: Config, log: Logger, selector: selectors.BaseSelector, fleet: Fleet, turnover: Turnover
-    ) -> None:
+        self, config: Config, log: Logger, selector: selectors.BaseSelector, fleet: Fleet, turnover: Turnover,
+        *, quiet: bool,
+    ) -> None:  # fmt: skip
+        """`quiet`: another master is the service until `ready`."""
         self._config = config
         self._fleet = fleet
         self._turnover = turnover
-        self._notify = Notifier(os.environ)
+        self._notify = Notifier(os.environ, quiet=quiet)
         self._herald = Herald(self._notify, fleet.board)
         self._reloading = False  # until the manager knows of the end
         timeout, interval = config.server.worker_timeout, watchdog_seconds(os.environ, os.getpid())
@@ -62,9 +65,12 @@ class Supervisor:
             self._notify.ready()
 
     def ready(self) -> None:
-        """Every slot has answered a warm-up."""
+        """Every slot has answered a warm-up, and we are the service."""
+        self._notify.quiet = False
         models = self._turnover.serving.wanted if self._turnover.serving else ()
         self._notify.ready(f"serving {', '.join(model.name for model in models)}")
+        if self._reloading:  # asked of the master before us
+            self._notify.reloading()
 
     def reloading(self) -> None:
         """The manager, or somebody else, has asked for a reload by signal; its end is told by `turn`."""
@@ -74,6 +80,7 @@ class Supervisor:
     def handed(self, pid: int) -> None:
         """From now on another master is the service."""
         self._notify.main_pid(pid)
+        self._notify.quiet = True
 
     def stopping(self, *, quick: bool) -> None:
         """We leave."""

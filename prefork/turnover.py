@@ -79,9 +79,10 @@ class Turnover:
         self._begin("start", self._next(models, kept))
 
     def leave(self, names: Container[str]) -> None:
-        """The segments of these models are another master's as well: they are not to go with us."""
-        for stored in self.serving.stored if self.serving is not None else ():
-            stored.left = stored.model.name in names
+        """The segments of these names are another master's as well: they are not to go with us."""
+        for generation in (self.serving, self.previous):
+            for stored in generation.stored if generation is not None else ():
+                stored.left = stored.model.ref.name in names
 
     def reload(
         self,

@@ -54,8 +54,12 @@ class Supervised(Server):
 
     def hear(self, word: str) -> dict[str, str]:
         """The next message with that word; those before it are passed over."""
+        return self.hear_of(self.pid, word)
+
+    def hear_of(self, pid: int, word: str) -> dict[str, str]:
+        """The same while another process is the server."""
         while True:
-            with end_of(self.pid) as end:
+            with end_of(pid) as end:
                 ready = select.select([self._ear, end], [], [], WATCHDOG)[0]
             assert self._ear in ready, f"{word} was never said: {self.said()}"
             text = self._ear.recv(4096).decode()
