@@ -108,7 +108,7 @@ def test_a_stop_meanwhile_is_the_end_of_both(place: Path, number: signal.Signals
         pid = begin(server)
         log.wait("sockets of the server before us")
         if hangs:
-            os.kill(pid, signal.SIGSTOP)
+            freeze(server, pid)
         assert server.stop(number) == 0
     wait_gone(pid)
     assert not (place / "pid").exists()
@@ -158,7 +158,7 @@ def test_the_log_is_reopened_by_both(place: Path) -> None:
         with LogWatch(server) as log:
             pid = begin(server)
             log.wait("sockets of the server before us")
-            os.kill(pid, signal.SIGSTOP)
+            freeze(server, pid)
             server.log_file.rename(place / "log.1")
         server.log_file.touch()
         with LogWatch(server) as log:
