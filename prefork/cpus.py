@@ -11,7 +11,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+from prefork.cgroups import folders, read
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,51 +37,18 @@ def allowed(root: Path = Path("/"), affinity: int | None = None) -> Allowed:
 
 def _quotas(root: Path) -> Iterator[tuple[float, str]]:
     """Every quota this process is under, in CPUs, with the file that says so: its own group's and its ancestors'."""
-    mount = root / "sys/fs/cgroup"
-    for controllers, path in _groups(root / "proc/self/cgroup"):
-        if not controllers:
-            for folder in (*_upwards(mount, path), *_upwards(mount / "unified", path)):
-                yield from _version2(folder)
-        elif "cpu" in controllers.split(","):
-            for name in dict.fromkeys((controllers, "cpu", "cpu,cpuacct")):
-                for folder in _upwards(mount / name, path):
-                    yield from _version1(folder)
-
-
-def _groups(file: Path) -> Iterator[tuple[str, str]]:
-    """Controllers (none: version 2) and path of each hierarchy; a line is `id:controllers:path`."""
-    for line in _text(file).splitlines():
-        _, _, rest = line.partition(":")
-        controllers, colon, path = rest.partition(":")
-        if colon:
-            yield controllers, path
-
-
-def _upwards(mount: Path, path: str) -> Iterator[Path]:
-    """The group's folder and its ancestors' up to `mount`. A group outside of our namespace is written with `..`; then,
-    as when only the container's own group is mounted, what we see of it is the mount itself."""
-    relative = PurePosixPath(path.lstrip("/"))
-    if ".." not in relative.parts:
-        for part in (relative, *relative.parents):
-            if part.parts:
-                yield mount / part
-    yield mount
+    for folder in folders("cpu", root):
+        yield from _version2(folder)
+        yield from _version1(folder)
 
 
 def _version2(folder: Path) -> Iterator[tuple[float, str]]:
-    words = _text(folder / "cpu.max").split()
+    words = read(folder / "cpu.max").split()
     if len(words) == 2 and words[0].isdecimal() and words[1].isdecimal() and int(words[1]):
         yield int(words[0]) / int(words[1]), str(folder / "cpu.max")
 
 
 def _version1(folder: Path) -> Iterator[tuple[float, str]]:
-    quota, period = _text(folder / "cpu.cfs_quota_us").strip(), _text(folder / "cpu.cfs_period_us").strip()
+    quota, period = read(folder / "cpu.cfs_quota_us").strip(), read(folder / "cpu.cfs_period_us").strip()
     if quota.isdecimal() and period.isdecimal() and int(period):  # -1: no quota
         yield int(quota) / int(period), str(folder / "cpu.cfs_quota_us")
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(errors="replace")
-    except OSError:
-        return ""

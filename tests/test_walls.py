@@ -33,7 +33,7 @@ WALLS: dict[str, set[str]] = {
     "log": {"logsink"},
     "logsink": set(),
     "notify": set(),
-    "cpus": set(),
+    "cpus": {"cgroups"},
     "cgroups": set(),
     "facts": {"cgroups", "shm"},
     "needs": {"config", "cpus"},
