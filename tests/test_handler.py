@@ -144,5 +144,5 @@ def test_sources_are_found_without_running_them(folder: Path) -> None:
     assert handler.sources("box.deep.inner:f") == [around, own]
     assert handler.sources("box.deep.other:f") == [around]
     assert handler.sources("box:f") == [around]
-    assert handler.sources("nowhere:f") == handler.sources("sys:f") == handler.sources("__main__.x:f") == []
+    assert handler.sources("nowhere:f") == handler.sources("sys:f") == []
     assert "box" not in sys.modules

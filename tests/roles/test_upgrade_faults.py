@@ -85,7 +85,8 @@ def test_the_word_of_a_dead_master_is_not_believed(place: Path) -> None:
         wait_gone(pid)
         os.kill(server.pid, signal.SIGCONT)
         assert "SIGKILL" in log.wait(FAILED)["reason"]
-        assert answers(address) and len(list(server.work.glob("*"))) == 1
+        assert answers(address)
+        until(server, lambda: len(list(server.work.glob("*"))) == 1, "the end of what the dead one had made")
 
 
 def test_a_rollback_of_a_new_master_that_hangs(place: Path) -> None:
