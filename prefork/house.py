@@ -110,6 +110,8 @@ class House:
         """Remove everything. Safe to call twice."""
         if self.work is not None:
             self.work.remove()
+        if self.left is not None and self.lock >= 0:  # we may stop before the look at which we would have done so
+            self.sweep()
         for path in self._made:
             with suppress(OSError):
                 path.unlink(missing_ok=True)

@@ -43,8 +43,8 @@ def serving(place: Path, *args: str) -> Iterator[Server]:
     finally:
         last = int((place / "pid").read_text())
         os.kill(last, signal.SIGTERM)
-        if server.process is not None and server.process.pid == last:
-            assert server.process.wait(WATCHDOG) == 0
+        assert server.process is not None  # the first master may still see its last client off
+        assert server.process.wait(WATCHDOG) in (0, -signal.SIGKILL)
         wait_gone(last)
     assert [info.name for info in list_segments() if info.owner and info.owner.pid in (last, server.pid)] == []
     assert [path.name for path in server.runtime.glob("*")] == ["lock"] and not (place / "pid").exists()
