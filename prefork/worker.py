@@ -305,9 +305,7 @@ class Worker:
 
     async def _retire(self, end: float) -> None:
         """Serve the clients that have connections until they have gone elsewhere, or have been quiet for long enough to
-        have heard that they should."""
-        for index in list(self._listening):
-            self._deafen(index)
+        have heard that they should. Nobody listens any more by now."""
         await asyncio.sleep(0)  # a connection that was accepted just now enters in the loop's next turn
         service = self._service
         service.retire()
