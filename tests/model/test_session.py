@@ -331,7 +331,7 @@ def test_warm_up_measures_and_compares() -> None:
     right = digest(["y"], [np.ones((1, 4), np.float32)])
     found = [session_of(model, warmup=Warmup(recipe, text)).warm() for text in (right, "0" * 64, None)]
     assert [warm and warm.matches for warm in found] == [True, False, None]
-    assert all(warm is not None and 0 < warm.seconds < 1 for warm in found)
+    assert all(warm is not None and warm.seconds > 0 for warm in found)
     assert session_of(model).warm() is None
 
 
