@@ -236,7 +236,7 @@ class Fleet:
             self.lost(child, reason)
 
     def drain(self, index: int, now: float) -> None:
-        """Empty slot `index`: its worker leaves, its queue is another's; until `undrain` or the next `scale_to`.
+        """Empty slot `index`: its worker leaves, its queue is another's; until `undrain`, or `scale_to` needs it.
 
         Raises FailedPrecondition when no other worker is there to take the connections."""
         slot = self.slots[index]
@@ -338,7 +338,9 @@ class Fleet:
     # scaling and the end
 
     def scale_to(self, count: int, now: float) -> None:
-        """Raises InvalidArgument for a bad number, ResourceExhausted when no further socket is to be had."""
+        """Fill the first empty slots, or empty the last filled ones: one that was drained stays so while others do.
+
+        Raises InvalidArgument for a bad number, ResourceExhausted when no further socket is to be had."""
         if not 1 <= count <= MAX_SLOTS:
             raise InvalidArgument(f"workers: expected 1 to {MAX_SLOTS}, found {count}")
         fresh: list[socket.socket] = []
@@ -351,9 +353,10 @@ class Fleet:
             raise ResourceExhausted(e.message) from None
         for sock in fresh:
             self.slots.append(Slot(len(self.slots), sock, wanted=False, generation=self._current))
-        for slot in self.slots[:count]:
+        wanted = [slot for slot in self.slots if slot.wanted]
+        for slot in [slot for slot in self.slots if not slot.wanted][: max(0, count - len(wanted))]:
             self.undrain(slot.index, now)
-        self._retire([slot for slot in self.slots[count:] if slot.wanted], now)
+        self._retire(wanted[count:], now)
         self._log.info("scaled", workers=count)
 
     def _retire(self, retiring: list[Slot], now: float) -> None:

@@ -146,3 +146,15 @@ def test_ctl_scales(server: Server) -> None:
     with LogWatch(server) as log:
         subprocess.run(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, check=True, capture_output=True)
         log.wait("worker ready", slot=2)
+
+
+def test_a_drained_slot_stays_empty_while_others_are_enough(place: Path) -> None:
+    with Server(place, "--workers", "3") as server:
+        control.request(server.runtime / "control.sock", "drain", {"slot": 0})
+        until_row(server, 0, state="retired")
+        os.kill(server.pid, signal.SIGTTOU)
+        until_row(server, 2, state="retired")
+        assert [row["state"] for row in server.rows()] == ["retired", "ready", "retired"]
+        serve_many(server.address)
+        scale(server, 3)
+        server.wait_slots(lambda rows: all(row["state"] == "ready" for row in rows))
