@@ -15,8 +15,9 @@ from prefork.config import Config, ModelConfig
 
 MIB = 1 << 20
 # A segment's size as a multiple of the model file's: raw and packed weights, whole or quantized to 8 bits (auto: 4).
-LEAST_SHARE = {"none": 0.5, "int8": 0.2, "auto": 0.1}
-LIKELY_SHARE = {"none": 2.0, "int8": 0.8, "auto": 2.0}
+# Half precision is made whole again by an optimiser on processors that do not compute in it.
+LEAST_SHARE = {"none": 0.5, "int8": 0.2, "fp16": 0.2, "auto": 0.1}
+LIKELY_SHARE = {"none": 2.0, "int8": 0.8, "fp16": 2.0, "auto": 2.0}
 LEAST_MEMORY, LEAST_WORKER_MEMORY = 64 * MIB, 4 * MIB
 LIKELY_MEMORY, LIKELY_WORKER_MEMORY = 192 * MIB, 15 * MIB
 LOADER_COPIES = 3  # of the largest model file, which a loader may hold at once

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prefork import needs, preflight
-from prefork.config import Config
+from prefork.config import Config, common
 from prefork.errors import ConfigError, SegmentFull
 from prefork.facts import UNLIMITED, Facts, Room
 from prefork.layers import load
@@ -151,3 +151,11 @@ def test_this_machine_is_told(tmp_path: Path) -> None:
     stream = io.StringIO()
     preflight.tell(config(tmp_path, 1, max_connections="1000000"), stream)
     assert "prefork-serve: warning: open files: max_connections 1000000 becomes " in stream.getvalue()
+
+
+def test_every_form_has_a_share(tmp_path: Path) -> None:
+    (kind,) = {entry.key.kind for entry in common() if entry.name == "quantize"}
+    assert len(kind.choices) >= 4
+    for form in kind.choices:
+        wanted = needs.of(config(tmp_path, quantize=form))
+        assert 0 < wanted.least < wanted.likely
