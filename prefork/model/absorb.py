@@ -153,6 +153,12 @@ class Graph:
                 return values, zero
         return (1 / values).astype(np.float32), zero
 
+    def replace_nodes(self, model: ModelProto, nodes: Iterable[NodeProto]) -> None:
+        """Make `nodes` those of the main graph, and remove what nothing reads any more."""
+        del model.graph.node[:]
+        model.graph.node.extend(nodes)
+        self.drop_unused(model)
+
     def drop_unused(self, model: ModelProto) -> None:
         """Remove initializers of the main graph that nothing reads any more."""
         used = {value.name for value in model.graph.output} | {value.name for value in model.graph.input}

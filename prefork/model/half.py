@@ -105,9 +105,7 @@ class Rewrite:
                 self._as_fp32(self._graph.reads(node))
                 self._out.append(node)
         self._as_fp32(value.name for value in self._model.graph.output)
-        del self._model.graph.node[:]
-        self._model.graph.node.extend(self._out)
-        self._graph.drop_unused(self._model)
+        self._graph.replace_nodes(self._model, self._out)
 
     def _takes(self, node: NodeProto) -> bool:
         if node.domain or len([name for name in node.output if name]) != 1:

@@ -94,9 +94,7 @@ class Rewrite:
             self._as_fp32(self._graph.reads(node))
             self._out.append(node)
         self._as_fp32(value.name for value in self._model.graph.output)
-        del self._model.graph.node[:]
-        self._model.graph.node.extend(self._out)
-        self._graph.drop_unused(self._model)
+        self._graph.replace_nodes(self._model, self._out)
         if not any(o.domain == MICROSOFT for o in self._model.opset_import):
             self._model.opset_import.add(domain=MICROSOFT, version=1)
 
