@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from bench.peer import answer, say
+from bench.peer import answer, forked, say
 
 RUNS = 3  # before memory is measured: the arena has its size then
 CALIBRATE = 0.05  # seconds of runs between two looks at the clock
@@ -41,20 +41,7 @@ def _run(session: ort.InferenceSession, feed: dict[str, Any]) -> None:
 
 
 def _preload(session: ort.InferenceSession, feed: dict[str, Any], count: int) -> None:
-    """Each child answers over its own pipe that it has run, and ends with the parent's input."""
-    read, write = os.pipe()
-    pids = []
-    for _ in range(count):
-        pid = os.fork()
-        if pid == 0:
-            _run(session, feed)
-            os.write(write, b".")
-            os.read(0, 1)
-            os._exit(0)
-        pids.append(pid)
-    done = 0
-    while done < count:
-        done += len(os.read(read, count))
+    pids = forked(lambda: _run(session, feed), count)
     say(pids=pids)
     os.read(0, 1)
     for pid in pids:

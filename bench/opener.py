@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.peer import answer, say
+from bench.peer import answer, forked, say
 
 RUNS = 3
 Act = Callable[[], None]
@@ -67,20 +67,7 @@ def _forked(act: Act, count: int) -> list[int]:
     """Children that have acted, and end with our input."""
     gc.collect()
     gc.freeze()
-    read, write = os.pipe()
-    pids = []
-    for _ in range(count):
-        pid = os.fork()
-        if pid == 0:
-            act()
-            os.write(write, b".")
-            os.read(0, 1)
-            os._exit(0)
-        pids.append(pid)
-    done = 0
-    while done < count:
-        done += len(os.read(read, count))
-    return pids
+    return forked(act, count)
 
 
 def _acted(act: Act) -> dict[str, Any]:

@@ -8,16 +8,9 @@ from pathlib import Path
 import pytest
 
 from prefork.cpus import Allowed, allowed
+from tests.trees import tree
 
 V2, V1 = "sys/fs/cgroup", "sys/fs/cgroup/cpu,cpuacct"
-
-
-def tree(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
 
 
 def v1(folder: str, quota: str, period: str = "100000") -> dict[str, str]:

@@ -14,6 +14,7 @@ import pytest
 
 from prefork import cgroups, facts
 from prefork.facts import UNLIMITED
+from tests.trees import tree
 
 ROOT = Path(__file__).parents[1]
 TELL = """
@@ -24,14 +25,6 @@ if len(sys.argv) > 1:
     os.setresuid(*[int(sys.argv[1])] * 3)
 print(json.dumps(dataclasses.asdict(facts.read("posix"))))
 """
-
-
-def tree(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
 
 
 def told(*wrap: str, user: str = "") -> dict[str, Any]:
