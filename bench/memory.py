@@ -119,8 +119,9 @@ def main(argv: Sequence[str]) -> int:
                 first, last = found[1][2], found[8][2]
                 others = found[8][:2]
     growth = last.total / first.total
+    bound = "not judged: the claim is of a large model" if args.quick else f"at most {GROWTH}"
     figure = (
-        f"{source.stem} int8, 8 workers: {growth:.2f} times the memory of 1 (at most {GROWTH}); "
+        f"{source.stem} int8, 8 workers: {growth:.2f} times the memory of 1 ({bound}); "
         f"{last.private:.1f} MB private in the largest worker, {last.added:.1f} MB a worker on top of one segment of "
         f"{last.segment:.0f} MB (at most {MOST:.0f}); total {last.total:.0f} MB, {others[0].total:.0f} plain, "
         f"{others[1].total:.0f} pre-loaded"
