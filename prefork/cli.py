@@ -28,7 +28,8 @@ EPILOG = """\
 Every flag is also a key of the configuration file and a PREFORK_* variable (--max-dims is PREFORK_MAX_DIMS). A flag
 wins over the environment, the environment over the file, the file over the default. PREFORK_MODEL lists models as
 NAME=PATH;NAME=PATH. conf/prefork.toml documents each key. Signals: TERM stops gracefully, QUIT and INT at once,
-TTIN and TTOU add and remove a worker, USR1 reopens the log file.
+HUP reloads configuration and models, TTIN and TTOU add and remove a worker, USR1 reopens the log file, USR2 has the
+installed program take over.
 
 As the first word `prepare` fills the cache with the models and leaves, and `inspect` shows what would be served; both
 take the same flags, and --json. A model file of such a name is written ./prepare.

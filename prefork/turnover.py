@@ -35,6 +35,7 @@ from prefork.reporting import Reporting
 from prefork.slots import Slot
 
 LOSSES = 2  # workers of the new generation that die, without a reason of their own, before a change is given up
+JUDGE = 1.0  # seconds between judgements of a canary; each one more is another chance of a false alarm
 REMEMBERED = 16  # changes whose ends can still be asked for: another may begin before somebody has
 Make = Callable[[int, Sequence[ModelConfig], Mapping[str, Stored]], Generation]
 
@@ -66,6 +67,7 @@ class Turnover:
         self._loader: Child | None = None
         self._given_up = ""
         self._watch: Watch | None = None
+        self._judge_at = 0.0
         self.numbers = 0
         self._rows: dict[int, dict[str, Any]] = {}  # of the changes that ended last, by number
         fleet.lost = self._lost
@@ -280,15 +282,16 @@ class Turnover:
         return self.change.kind != "restart" or child.started >= self.change.began
 
     def _hold_begins(self, now: float) -> None:
-        self.change.phase, self.change.held_at = "holding", now
+        self.change.phase, self.change.held_at, self._judge_at = "holding", now, now
         self._watch = Watch(self._fleet.board, self._fleet.slots)
         row = self.row()
         self._log.info("canary holds", generation=row["generation"], moved=row["moved"], workers=row["workers"])
 
     def _hold(self, now: float) -> None:
         change = self.change
-        if math.isinf(change.hold) or self._watch is None:
+        if math.isinf(change.hold) or self._watch is None or now < self._judge_at:
             return
+        self._judge_at = now + JUDGE
         verdict, why = self._watch.judge(self._moved, over=now - change.held_at >= change.hold)
         if verdict == "fail":
             self._give_up(f"canary rejected: {why}")
